@@ -1,5 +1,5 @@
-"""Ways around memory that tensorstore keeps for ever: where it makes a Python value of JSON, nothing frees the lists, nor
-the keys and values of a dict. Orbax asks for such values in every save and restore, for each array."""
+"""Ways around memory that tensorstore keeps for ever: where it makes a Python value of JSON, nothing frees the lists,
+nor the keys and values of a dict. Orbax asks for such values in every save and restore, for each array."""
 
 from contextlib import suppress
 from functools import cache
@@ -19,7 +19,7 @@ def avoid_leaks() -> None:
     A tensorstore that has these functions no more is left as it is.
     """
     with suppress(AttributeError, TypeError):
-        specification = tensorstore.KvStore.Spec
+        specification: Any = tensorstore.KvStore.Spec
         to_json = specification.to_json
 
         def of_path(spec: Any, *args: Any, **options: Any) -> Any:
