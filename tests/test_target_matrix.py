@@ -163,6 +163,22 @@ def test_a_feature_is_compiled(feature, target, work):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", COMPILERS)
+def test_experts_cost_what_the_chosen_ones_need(target, work):
+    """8 experts of which 2, against 2 of 2, where each token needs all; forward, and with the gradient."""
+    eight, two = (
+        planned(work, target, COMPILERS[target], CONFIG | {"use_moe": True, "n_experts": count, "top_k_mlp": 2})[0]
+        for count in (8, 2)
+    )
+    for more, less in (
+        (eight, two),
+        ({"target": eight["target"]["validation"]}, {"target": two["target"]["validation"]}),
+    ):
+        assert more["target"]["flops_per_device"] <= 1.3 * less["target"]["flops_per_device"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", ONCE)
 def test_a_kind_of_device_is_compiled_for(target, work):
     fsdp = {"fsdp": True} if target != "v5e:1x1" else {}

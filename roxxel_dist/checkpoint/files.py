@@ -44,6 +44,7 @@ from roxxel_dist.checkpoint.digests import (
     read_verified,
 )
 from roxxel_dist.checkpoint.metadata import META, MetaFile, steps_of
+from roxxel_dist.checkpoint.tensorstore_leaks import avoid_leaks
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
 from roxxel_dist.cluster.exit_codes import UserError
@@ -203,6 +204,7 @@ def array_handler() -> ocp.PyTreeCheckpointHandler:
     for 8 % of float32 weights that takes three times the CPU of writing, from the training beside it.
     """
     drop_late_reads()
+    avoid_leaks()
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False)),
         (np.ndarray, ocp.type_handlers.NumpyHandler()),

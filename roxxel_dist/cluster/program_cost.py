@@ -35,6 +35,9 @@ COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
 MEAN_TRIPS = "mean_trips_"
 """The `jax.named_scope` of a loop whose trips only the data decides is this and a number: how often it runs on average,
 over all devices and over the loops that it is in."""
+GROUPED_PRODUCT = "grouped_product"
+"""The name of a kernel for GPUs of which each row is multiplied by one matrix: its last operands are the rows, and the
+matrices, or what their gradient is of."""
 
 
 class Array(NamedTuple):
@@ -512,6 +515,8 @@ def _kernel_flops(each: Instruction, operands: Sequence[Sequence[int]], size: in
     if target == "tpu_custom_call":  # another kernel, as those of products over groups of rows: what it says of itself
         said = re.search(r'"cost_estimate":\{"flops":"?(\d+)', each.rest)
         return float(said[1]) if said else 0.0
+    if target == "__gpu$xla.gpu.triton" and re.search(GROUPED_PRODUCT + r"\)*/pallas_call", each.rest):
+        return 2.0 * math.prod(operands[-2]) * each.results[0].shape[-1]
     if "fmha" in target:
         window = re.search(r'"sliding_window_length": ?(\d+)', each.rest)
         causal, width = '"CAUSAL"' in each.rest, int(window[1]) if window else 0

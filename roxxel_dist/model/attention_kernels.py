@@ -130,7 +130,7 @@ def broken_rule(
         return None
     name, home = ("cuDNN", "gpu") if kernel == "cudnn" else ("splash attention", "tpu")
     batch = "use a batch_size that is a multiple of devices x grad_accum, or xla"
-    capability = _compute_capability(device)
+    capability = compute_capability(device)
     widest = 256 if capability >= (9, 0) else 128
     rules = [
         (
@@ -170,7 +170,7 @@ def broken_rule(
     return next(((rule, fix) for holds, rule, fix in rules if not holds), None)
 
 
-def _compute_capability(device: Any) -> tuple[int, int]:
+def compute_capability(device: Any) -> tuple[int, int]:
     """The compute capability of an NVIDIA GPU, such as (9, 0); (0, 0) for other GPUs.
 
     The devices of an abstract mesh do not say it: it is that of a device here of the same kind, or of the table.

@@ -3,7 +3,9 @@
 Decision 13.
 """
 
+import logging
 import math
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -16,9 +18,12 @@ from roxxel_dist.cluster.mesh import FSDP, TENSOR, device_type
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES
 from roxxel_dist.cluster.step_parts import EXPERTS
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.grouped_products import grouped_product, missing_kernel
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
 from roxxel_dist.model.mlp import Activation, activation, hidden_sizes, initializers
+
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def experts(
@@ -31,8 +36,8 @@ def experts(
 ) -> jax.Array:
     """The sum over a row's experts e of gate x (activate(row @ first[e]) @ second[e]).
 
-    It is `ragged` on a TPU. Elsewhere `jax.lax.ragged_dot` computes every expert for each of N x K rows, so `dense`,
-    which does so for N rows, is less work.
+    It is `ragged` on TPUs, and on GPUs with a kernel for it. Elsewhere `dense` is less work than `jax.lax.ragged_dot`,
+    which computes every expert for each of N x K rows there.
 
     Args:
         x_NxD: the rows.
@@ -45,8 +50,31 @@ def experts(
     Returns:
         [N, D] in the type of x.
     """
-    form = ragged if device_type().platform == "tpu" else dense
+    form = ragged if by_groups(chosen_NxK.size, len(second_ExFxD), chosen_NxK.shape[1]) else dense
     return form(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD, activate)
+
+
+def by_groups(rows: int, count: int, top_k: int) -> bool:
+    """Whether so many rows are computed by `ragged`, each for one of `count` experts.
+
+    A GPU's kernel is further from the peak than a plain product is, so it must save half of the work.
+    """
+    platform = device_type().platform
+    if platform == "tpu":
+        return True
+    if platform != "gpu" or top_k * 2 > count:
+        return False
+    if missing := missing_kernel(rows):
+        _say_once(
+            f"experts: {missing}: every expert computes every token, {count / top_k:.2g} times the work of "
+            f"the {top_k} of {count} that are chosen"
+        )
+    return not missing
+
+
+@cache
+def _say_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def ragged(
@@ -61,73 +89,36 @@ def ragged(
     top_k, (count, dim, *inner) = chosen_NxK.shape[1], first_ExDxPxF.shape
     chosen_A = chosen_NxK.reshape(-1)
     order_A = jnp.argsort(chosen_A, stable=True)
-    count_E = jnp.bincount(chosen_A, length=count).astype(jnp.int32)
-    product = grouped_product if has_gradient_kernel(chosen_A.size) else jax.lax.ragged_dot
-    inner_AxPF = product(x_NxD[order_A // top_k], first_ExDxPxF.reshape(count, dim, -1), count_E)
+    place_A = jnp.argsort(order_A)
+    count_E = (chosen_A[:, None] == jnp.arange(count)).sum(
+        0, dtype=jnp.int32
+    )  # `bincount` adds to a few numbers in turn
+    product: Any = jax.lax.ragged_dot if missing_kernel(chosen_A.size) else grouped_product
+    x_AxD: Any = taken(x_NxD, order_A, place_A, top_k)
+    inner_AxPF = product(x_AxD, first_ExDxPxF.reshape(count, dim, -1), count_E)
     y_AxD = product(activate(inner_AxPF.reshape(-1, *inner)), second_ExFxD, count_E)
-    y_NxKxD = y_AxD[jnp.argsort(order_A)].reshape(*chosen_NxK.shape, -1)
+    chosen_AxD: Any = taken(y_AxD, place_A, order_A, 1)
+    y_NxKxD = chosen_AxD.reshape(*chosen_NxK.shape, -1)
     return jnp.einsum("nk,nkd->nd", gates_NxK, y_NxKxD.astype(jnp.float32)).astype(x_NxD.dtype)
 
 
-KERNEL_ROWS = 128
-"""The kernel for gradients takes a multiple of these."""
-
-
-def has_gradient_kernel(rows: int) -> bool:
-    """Whether `grouped_product` runs here: on a TPU, on one device, or where each device has its own rows.
-
-    XLA cannot cut a kernel over devices.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    own_rows = mesh.empty or mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
-    return own_rows and rows % KERNEL_ROWS == 0 and device_type().platform == "tpu"
-
-
-@jax.custom_vjp
-def grouped_product(x_AxD: jax.Array, w_ExDxF: jax.Array, count_E: jax.Array) -> jax.Array:
-    """`jax.lax.ragged_dot`, whose gradient of the matrices costs as much as the product itself.
-
-    XLA for TPU makes that gradient of one dense product for each expert, over all rows, with zeros for the rows of
-    others: E times the work. The kernel (Gale et al., "MegaBlocks", 2022) takes each row once.
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def taken(x_NxD: jax.Array, order_A: jax.Array, place_A: jax.Array, copies: int) -> jax.Array:
+    """[A, D]: of each row so many copies, in another order; its gradient reads and sums rows, and scatters none.
 
     Args:
-        x_AxD: rows, sorted by group.
-        w_ExDxF: a matrix for each group.
-        count_E: int32: rows of each group, A in all.
-
-    Returns:
-        [A, F]: each row times the matrix of its group.
+        x_NxD: rows, A = N x copies.
+        order_A: int32: the copies in their new order.
+        place_A: int32: the inverse of it.
+        copies: of each row, one after the other.
     """
-    return jax.lax.ragged_dot(x_AxD, w_ExDxF, count_E)
+    return x_NxD[order_A // copies]
 
 
-def _grouped_product(x_AxD: jax.Array, w_ExDxF: jax.Array, count_E: jax.Array) -> tuple[jax.Array, Any]:
-    return jax.lax.ragged_dot(x_AxD, w_ExDxF, count_E), (x_AxD, w_ExDxF, count_E)
-
-
-def _grouped_gradients(kept: Any, g_AxF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x_AxD, w_ExDxF, count_E = kept
-    dx_AxD = jax.lax.ragged_dot(g_AxF, w_ExDxF.swapaxes(1, 2), count_E)
-    return dx_AxD, matrix_gradient(x_AxD, g_AxF, count_E).astype(w_ExDxF.dtype), None
-
-
-grouped_product.defvjp(_grouped_product, _grouped_gradients)
-
-
-def matrix_gradient(x_AxD: jax.Array, g_AxF: jax.Array, count_E: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """float32[E, D, F]: the sum over the rows a of each group of x[a] outer g[a].
-
-    With `interpret` the kernel's steps run as they are written, on any device, for tests.
-    """
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-
-    tiles = tuple(_tile(size) for size in (x_AxD.shape[0], x_AxD.shape[1], g_AxF.shape[1]))
-    return tgmm(x_AxD.swapaxes(0, 1), g_AxF, count_E, jnp.float32, tiles, interpret=interpret)
-
-
-def _tile(size: int) -> int:
-    """The size of a kernel's blocks with the least padding, of those the largest."""
-    return min((512, 256, 128), key=lambda tile: -(-size // tile) * tile)
+taken.defvjp(
+    lambda x_NxD, order_A, place_A, copies: (x_NxD[order_A // copies], place_A),
+    lambda copies, place_A, g_AxD: (g_AxD[place_A].reshape(-1, copies, g_AxD.shape[1]).sum(1), None, None),
+)
 
 
 def dense(
@@ -153,8 +144,8 @@ class MixtureOfExperts(nnx.Module):
     its sum it would always be 1, and the router would learn nothing from the text. The router always computes in
     float32, with its matrix in the stored dtype. Experts have no capacity limit, so no tokens are dropped.
 
-    Cost: on a TPU tokens are sorted by expert, and each token costs its k experts; elsewhere it costs all of them (see
-    `experts`). If a mesh is set (`jax.set_mesh`, as `Trainer` does) and its size divides the tokens, each device
+    Cost: on TPUs and GPUs tokens are sorted by expert, and each token costs its k experts; on CPUs it costs all of them
+    (see `experts`). If a mesh is set (`jax.set_mesh`, as `Trainer` does) and its size divides the tokens, each device
     computes its own tokens and gathers all experts, as in data parallelism and FSDP; devices along "tensor" have the
     same tokens, and a share of each expert's hidden units. Otherwise the result is the same, but XLA gathers the tokens
     and every device computes all of them.

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import make_mesh, replicate
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss, token_losses
-from roxxel_dist.model.moe import MixtureOfExperts, balance_of, choose, dense, matrix_gradient, ragged
+from roxxel_dist.model.moe import MixtureOfExperts, balance_of, choose, dense, ragged
 from roxxel_dist.model.transformer import Transformer
 
 DIM = 16
@@ -272,15 +272,3 @@ def test_experts_that_cannot_be(fields, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(use_moe=True, **fields)
     ModelConfig(**fields)  # means nothing without the switch
-
-
-@pytest.mark.parametrize("counts", [(128, 0, 100, 28), (0, 0, 0, 256), (1, 127, 127, 1), (64, 64, 64, 64)], ids=str)
-@pytest.mark.parametrize("sizes", [(16, 24), (130, 128)], ids=str)
-def test_the_kernel_for_gradients_sums_over_the_rows_of_each_expert(counts, sizes):
-    """The steps of the TPU's kernel, against sums by hand; groups may be empty, and share a block of rows."""
-    rows, random = sum(counts), np.random.default_rng(0)
-    x, g = (random.normal(size=(rows, size)).astype(np.float32) for size in sizes)
-    found = matrix_gradient(jnp.asarray(x), jnp.asarray(g), jnp.asarray(counts, jnp.int32), interpret=True)
-    ends = np.cumsum(counts)
-    wanted = [x[end - count : end].T @ g[end - count : end] for end, count in zip(ends, counts, strict=True)]
-    np.testing.assert_allclose(found, np.stack(wanted), rtol=1e-4, atol=1e-4)
