@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import PROGRAM_FIX, Backend
+from roxxel_dist.launcher.transport.client_sockets import stuck_connection
+from roxxel_dist.launcher.transport.near_end import NearEnd
 from roxxel_dist.launcher.transport.pool import PROBE_END_S, SILENT_S, HostConnection, HostPool
 from roxxel_dist.launcher.transport.words import KEY_COMMAND, shortened
 
@@ -165,16 +167,26 @@ class HostQuestions:
         for link in [link for link, end in turn.waiting.items() if time.monotonic() >= end]:
             del turn.waiting[link]
             turn.refusals.pop(link.host, None)
-            stuck = "is it stuck, or its network?"
-            if not link.ready:
-                stuck = "is it stuck, or its network, or does a start-up file there (~/.bashrc) not end?"
-            self._give_up(link, f"it did not answer within {turn.limit_of(link):g} s{link.last_words}: {stuck}")
+            why = f"it did not answer within {turn.limit_of(link):g} s{link.last_words}: {_why_late(link)}"
+            self._give_up(link, why)
 
     def _give_up(self, link: HostConnection, why: str) -> None:
         self.unreachable[link.host] = why
         self._pool.forget(link)
         if link.process.poll() is None:
             link.process.kill()
+
+
+def _why_late(link: HostConnection) -> str:
+    """Why an answer may not come: what the kernel knows of the client's connections, or else what to look at."""
+    if isinstance(link.process, NearEnd) and (stuck := stuck_connection(link.process.pid)):
+        return stuck
+    if link.ready:
+        return "is it stuck, or its network?"
+    return (
+        "is it stuck, does a start-up file there (~/.bashrc) not end, or are packets of full size lost on the way back "
+        "(an MTU)?"
+    )
 
 
 def _why_it_ended(link: HostConnection, backend: Backend) -> str:
