@@ -325,6 +325,23 @@ SSH = "tcp dport 22 accept\ntcp sport 22 accept\n"
 FULL = "meta length > 1000 drop"
 LOST = r"^packets of full size \(1500 bytes\) are lost between"
 WHY = "(small packets pass, and 64 KiB do not within 5 s): give their interfaces one MTU"
+
+
+@pytest.mark.cluster
+def test_two_names_of_one_host_are_refused(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
+    """As of a bastion's ProxyCommand that leads to one host, whatever its name; ssh is to check no key."""
+    hosts = cluster(2)
+    proxy = (
+        f"ProxyCommand ssh -F {hosts.ssh_config} -W h1:22 h1\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
+    )
+    config = tmp_path / "config"
+    config.write_text(f"Host h2\n{proxy}{hosts.ssh_config.read_text()}")
+    hosts.ssh_config = config
+    found = wrong(doctor(hosts, tmp_path))
+    assert found["machine"]["hosts"] == ["h1", "h2"], found
+    assert "machine" not in wrong(doctor(hosts, tmp_path, "--same-machine"))
+
+
 OPEN = "ct state established,related accept\niif lo accept\ntcp dport 22 accept\n"
 WALLS = {
     # the rules of a host: what fails, who is to blame, host pair and place, the reason

@@ -78,7 +78,6 @@ class ExecBackend(NamedBackend):
     """
 
     heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
-    by_ssh: ClassVar[bool] = False
     hints: ClassVar[base.Hints] = HINTS + SSH_HINTS + base.HINTS
     login: ClassVar[str] = (
         "does --via end before its program, or leave stdin out (kubectl, docker and podman exec need -i)?"
@@ -94,7 +93,7 @@ class ExecBackend(NamedBackend):
     """The working directory on the hosts; empty: that of this process."""
 
     def __post_init__(self) -> None:
-        self.hosts = check_hosts(self.hosts, by_ssh=self.by_ssh)
+        self.hosts = check_hosts(self.hosts, by_ssh=False)
         self._words = via_words(self.via)
         self.cluster: str = f"{zlib.crc32(self.via.encode(errors='surrogateescape')):08x}"
         self.python = self.python or sys.executable

@@ -57,6 +57,7 @@ class SshBackend(NamedBackend):
     """
 
     heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
+    is_by_ssh: ClassVar[bool] = True
     hints: ClassVar[base.Hints] = HINTS + base.HINTS
     hosts: Sequence[str]
     """Names as `ssh` takes them (also `user@host`, or a Host of its configuration), in the order of the ranks."""
