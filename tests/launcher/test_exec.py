@@ -58,6 +58,35 @@ CAME_BACK: dict[str, tuple[str, str | None]] = {
     "exits with a word": (script("echo not today >&2; exit 3"), r"not today \(code 3\)"),
     "exits with a word on stdout": (script("echo no such pod; exit 1"), r"no such pod \(code 1\)"),
     "no stdin": (script('"$@" </dev/null'), r"leave stdin out \(kubectl, docker and podman exec need -i\)"),
+    "a plugin for credentials": (
+        ends(
+            "Error when retrieving token from sso: Token has expired and refresh failed",
+            "E0501 10:00:00.000000   12345 memcache.go:265] couldn't get the list: getting credentials: exec: code 255",
+            "Unable to connect to the server: getting credentials: exec: executable aws failed with exit code 255",
+        ),
+        r"(?<=used: )Error when retrieving token from sso: .* refresh failed; who runs --via has to log in again",
+    ),
+    "a plugin that is not there": (
+        ends("Unable to connect to the server: getting credentials: exec: executable aws not found"),
+        r"(?<=used: )Unable to connect to the server: getting credentials: exec: executable aws not found",
+    ),
+    "a certificate of the server": (
+        ends("Unable to connect to the server: x509: certificate has expired or is not yet valid: current time 2024"),
+        r"is the clock of this machine right\? Or else the server needs a new certificate",
+    ),
+    "killed without a word": (
+        script("echo command terminated with exit code 137 >&2; exit 137"),
+        r"nothing was said: it was killed there: is memory short, or a limit of the container too low\? \(code 137",
+    ),
+    "a client that is killed here": (
+        script("kill -9 $$"), r"nothing was said: its client was ended \(signal SIGKILL\): is memory short on this"
+    ),
+    "in colour": (ends("\033[31mERROR:\033[0m not logged in"), r"(?<=used: )ERROR: not logged in"),
+    "a key that ssh does not take": (
+        ends("This key will be ignored.", 'Load key "/k": bad permissions', "a@b: Permission denied (publickey)."),
+        r'(?<=used: )This key will be ignored. \| Load key "/k": bad permissions; `ssh b` shows it too \(code',
+    ),
+    "no key is taken": (ends("a@b: Permission denied (publickey)."), r"(?<=used: )a@b: Perm.*an ssh-agent"),
     "usage": (
         script('echo "error: unknown flag: --foo" >&2; echo "See \'kubectl exec --help\' for usage." >&2; exit 1'),
         r"error: unknown flag: --foo \(code 1\)",

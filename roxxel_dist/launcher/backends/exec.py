@@ -59,6 +59,7 @@ HINTS: base.Hints = (
     ("pod does not exist", "it starts, or has ended: `kubectl describe pod` says why"),
     ("does not have a host assigned", "its pod waits for a node: `kubectl describe pod` says why"),
     ("is not valid for pod", "name a container of the pod in --via (-c NAME)"),
+    ("x509: certificate has expired", "is the clock of this machine right? Or else the server needs a new certificate"),
     ("expired", "who runs --via has to log in again"),
     ("Reauthentication", "who runs --via has to log in again (gcloud auth login)"),
     ("OCI runtime exec failed", "the container runs, and cannot start the program: its words are in the line"),
