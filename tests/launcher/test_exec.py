@@ -83,7 +83,10 @@ CAME_BACK: dict[str, tuple[str, str | None]] = {
     ),
     "in colour": (ends("\033[31mERROR:\033[0m not logged in"), r"(?<=used: )ERROR: not logged in"),
     "a key that ssh does not take": (
-        ends("This key will be ignored.", 'Load key "/k": bad permissions', "a@b: Permission denied (publickey)."),
+        ends(
+            *("This key will be ignored.", 'Load key "/k": bad permissions', "Permission denied, please try again."),
+            "a@b: Permission denied (publickey,password).",
+        ),
         r'(?<=used: )This key will be ignored. \| Load key "/k": bad permissions; `ssh b` shows it too \(code',
     ),
     "no key is taken": (ends("a@b: Permission denied (publickey)."), r"(?<=used: )a@b: Perm.*an ssh-agent"),

@@ -24,7 +24,7 @@ PLUGIN = "getting credentials: exec: "
 CLOSED = re.compile(
     r"^(kex|ssh)_exchange_identification: |^banner exchange: |^Connection (closed|reset) by |^Connection to \S+ closed"
     r"|^ssh_dispatch_run_fatal: |^client_loop: |^Disconnected from |^Received disconnect |^stdio forwarding failed"
-    rf"|^{HOST_KEY}$|{DENIED}|{PLUGIN}"
+    rf"|^{HOST_KEY}$|{DENIED}|^Permission denied, please try again\.$|{PLUGIN}"
 )
 """What ssh, or kubectl, says at last, whatever has ended a connection that it could not make: why is said before."""
 COLOUR = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
