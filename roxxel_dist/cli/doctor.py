@@ -46,6 +46,8 @@ class DoctorArgs:
     """Path of Python on the hosts. Default: the path of this Python."""
     directory: str | None = None
     """Working directory on the hosts. Default: the current directory."""
+    same_machine: bool = False
+    """Let several hosts be one machine, or this one, whatever their names, as for `launch`."""
     check_devices: Literal["auto", "on", "off"] = "auto"
     """Check the accelerators too: the driver's report, a matrix product, a copy and a sum. It takes some seconds. auto:
     on hosts with GPUs or TPUs."""
@@ -95,14 +97,19 @@ def backend_of(args: DoctorArgs) -> "Backend":
         for flag in ("via", "ssh-config", "python", "directory"):
             if (value := getattr(args, flag.replace("-", "_"))) is not None:
                 raise UserError(f"--{flag} {value} is for other hosts: name them with --hosts or --hostfile")
+        if args.same_machine:
+            raise UserError("--same-machine is for other hosts: name them with --hosts or --hostfile")
         return LocalBackend()
     hosts, _ = hosts_of(args.hosts, args.hostfile)
     python, directory = args.python or "", args.directory or ""
     if args.via is None:
-        return SshBackend(hosts, config=args.ssh_config, python=python, directory=directory)
-    if args.ssh_config is not None:
+        backend = SshBackend(hosts, config=args.ssh_config, python=python, directory=directory)
+    elif args.ssh_config is None:
+        backend = ExecBackend(hosts, args.via, python=python, directory=directory)
+    else:
         raise UserError(f"--ssh-config {args.ssh_config} is for ssh, and --via is given: write it into --via")
-    return ExecBackend(hosts, args.via, python=python, directory=directory)
+    backend.same_machine = args.same_machine
+    return backend
 
 
 def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":

@@ -29,6 +29,7 @@ Hosts = dict[str, dict[str, Any]]
 def healthy(number: int) -> dict[str, Any]:
     return {
         "machine": f"boot{number} net",
+        "place": f"boot{number} net mnt",
         "name": f"n{number}",
         "resolves": [f"10.0.0.{number}"],
         "owned": [f"10.0.0.{number}"],
@@ -142,6 +143,19 @@ def test_own_names_that_mean_the_same_address_are_all_wrong() -> None:
     assert [(one.check, one.level, one.hosts) for one in told] == [("name", "error", (host,)) for host in ("h1", "h2")]
     assert "resolves to 10.0.0.1, as that of h1 does there" in told[1].text
     assert "`10.0.0.2 n2` instead" in told[1].text
+
+
+def test_of_two_names_of_one_machine_the_one_that_has_worked_is_right() -> None:
+    """A client that led to another host until its context changed."""
+    hosts = {name: healthy(number) for name, number in (("h1", 1), ("h2", 2), ("h3", 2))}
+    (found,) = [one for one in run_checks(Requirements(distinct=True), hosts) if one.level == "error"]
+    assert (found.check, found.hosts) == ("machine", ("h2", "h3"))
+    assert found.blamed() == frozenset(), "nobody knows which"
+    assert found.blamed(["h1", "h3"]) == {"h2"}
+    hosts["h3"]["place"] = "boot2 net of another container"
+    levels = [(one.check, one.level) for one in run_checks(Requirements(distinct=True), hosts) if one.level != "ok"]
+    assert ("host", "warning") in levels
+    assert ("machine", "error") not in levels
 
 
 def test_hosts_that_are_one_machine_need_no_name() -> None:

@@ -27,6 +27,21 @@ def test_the_screen_shows_rank_0_or_all(capfd: pytest.CaptureFixture[str]) -> No
         assert err == "roxxel-dist: the launcher\n"
 
 
+def test_what_cannot_be_shown_ends_no_screen(capfd: pytest.CaptureFixture[str]) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError("total")
+
+    with Console(all_ranks=False) as screen:
+        for _ in range(2):
+            screen._queue.put(fails)
+        screen.lines(0, 0.0, ["after it"])
+    out, err = capfd.readouterr()
+    assert out.endswith(" 0 | after it\n")
+    assert err.splitlines() == [
+        "roxxel-dist: a line could not be shown (KeyError('total')); the job goes on, see its logs"
+    ]
+
+
 def test_who_does_not_look_is_not_waited_for_and_is_told_what_was_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

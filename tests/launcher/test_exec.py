@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from machines import missing
 
 from roxxel_dist.launcher.backends.exec import ExecBackend, restarts_of
 
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeW
 Until = Callable[[Callable[[], Any], str], None]
 HERE = "env NAME={host}"
 """The hosts of most tests are this machine: a command that takes the words of a program."""
+TRY = ("launch", "exec", "--same-machine")
 
 
 CLOSED = ("kex_exchange_identification: Connection closed by remote host", "Connection closed by UNKNOWN port 65535")
@@ -55,6 +58,38 @@ CAME_BACK: dict[str, tuple[str, str | None]] = {
     "exits with a word": (script("echo not today >&2; exit 3"), r"not today \(code 3\)"),
     "exits with a word on stdout": (script("echo no such pod; exit 1"), r"no such pod \(code 1\)"),
     "no stdin": (script('"$@" </dev/null'), r"leave stdin out \(kubectl, docker and podman exec need -i\)"),
+    "a plugin for credentials": (
+        ends(
+            "Error when retrieving token from sso: Token has expired and refresh failed",
+            "E0501 10:00:00.000000   12345 memcache.go:265] couldn't get the list: getting credentials: exec: code 255",
+            "Unable to connect to the server: getting credentials: exec: executable aws failed with exit code 255",
+        ),
+        r"(?<=used: )Error when retrieving token from sso: .* refresh failed; who runs --via has to log in again",
+    ),
+    "a plugin that is not there": (
+        ends("Unable to connect to the server: getting credentials: exec: executable aws not found"),
+        r"(?<=used: )Unable to connect to the server: getting credentials: exec: executable aws not found",
+    ),
+    "a certificate of the server": (
+        ends("Unable to connect to the server: x509: certificate has expired or is not yet valid: current time 2024"),
+        r"is the clock of this machine right\? Or else the server needs a new certificate",
+    ),
+    "killed without a word": (
+        script("echo command terminated with exit code 137 >&2; exit 137"),
+        r"nothing was said: it was killed there: is memory short, or a limit of the container too low\? \(code 137",
+    ),
+    "a client that is killed here": (
+        script("kill -9 $$"), r"nothing was said: its client was ended \(signal SIGKILL\): is memory short on this"
+    ),
+    "in colour": (ends("\033[31mERROR:\033[0m not logged in"), r"(?<=used: )ERROR: not logged in"),
+    "a key that ssh does not take": (
+        ends(
+            *("This key will be ignored.", 'Load key "/k": bad permissions', "Permission denied, please try again."),
+            "a@b: Permission denied (publickey,password).",
+        ),
+        r'(?<=used: )This key will be ignored. \| Load key "/k": bad permissions; `ssh b` shows it too \(code',
+    ),
+    "no key is taken": (ends("a@b: Permission denied (publickey)."), r"(?<=used: )a@b: Perm.*an ssh-agent"),
     "usage": (
         script('echo "error: unknown flag: --foo" >&2; echo "See \'kubectl exec --help\' for usage." >&2; exit 1'),
         r"error: unknown flag: --foo \(code 1\)",
@@ -180,7 +215,7 @@ CAME_BACK: dict[str, tuple[str, str | None]] = {
 @pytest.mark.parametrize("case", CAME_BACK)
 def test_what_comes_back_is_said_in_one_line(case: str, tmp_path: Path, cli: Callable[..., Any]) -> None:
     via, said = CAME_BACK[case]
-    words = ["launch", "exec", "--hosts", "b", "--via", via, "--max-restarts", "0", "--host-timeout", "0"]
+    words = [*TRY, "--hosts", "b", "--via", via, "--max-restarts", "0", "--host-timeout", "0"]
     done = cli(*words, "--", "bash", "-c", "echo fine", cwd=tmp_path)
     if said is None:
         assert (done.returncode, done.stdout.split(" | ")[-1]) == (0, "fine\n"), done.stderr
@@ -207,7 +242,7 @@ def test_a_server_that_has_no_room_is_asked_again(tmp_path: Path, cli: Callable[
     for host, words in REFUSED.items():
         (tmp_path / host).write_text(words)
     client = 'host=$1; shift; [ ! -e $host ] || { cat $host >&2; mv $host $host.said; exit 1; }; exec "$@"'
-    words = ["launch", "exec", "--hosts", ",".join(REFUSED), "--via", f"sh -c '{client}' sh {{host}}"]
+    words = [*TRY, "--hosts", ",".join(REFUSED), "--via", f"sh -c '{client}' sh {{host}}"]
     done = cli(*words, "--all-ranks", "--", "bash", "-c", "echo fine", cwd=tmp_path)
     assert (done.returncode, done.stdout.count("fine")) == (0, len(REFUSED)), done.stderr
     assert len(list(tmp_path.glob("*.said"))) == len(REFUSED)
@@ -248,7 +283,7 @@ def test_a_host_that_starts_is_told_from_one_that_is_not_there() -> None:
 def test_a_job_waits_for_hosts_that_start_and_says_it_once(tmp_path: Path, cli: Callable[..., Any]) -> None:
     for host, words in STARTS.items():
         (tmp_path / host).write_text(f"{words}\n" * 2)
-    words = ["launch", "exec", "--hosts", f"{','.join(STARTS)},there", "--via", f"sh -c '{STARTING}' sh {{host}}"]
+    words = [*TRY, "--hosts", f"{','.join(STARTS)},there", "--via", f"sh -c '{STARTING}' sh {{host}}"]
     done = cli(*words, "--all-ranks", "--", "bash", "-c", "echo fine", cwd=tmp_path)
     assert (done.returncode, done.stdout.count("fine")) == (0, len(STARTS) + 1), done.stderr
     said = re.findall(r"waiting up to 60 s for hosts pending, .* to start \(--host-timeout\): (.*)", done.stderr)
@@ -270,7 +305,7 @@ def test_a_host_that_does_not_start_ends_the_wait(
 ) -> None:
     """At the limit, or at once where waiting does not help."""
     (tmp_path / "b").write_text("\n".join(b))
-    words = ["launch", "exec", "--hosts", "a,b", "--via", f"sh -c '{STARTING}' sh {{host}}", "--host-timeout", limit_s]
+    words = [*TRY, "--hosts", "a,b", "--via", f"sh -c '{STARTING}' sh {{host}}", "--host-timeout", limit_s]
     done = cli(*map(str, words), "--", "touch", "x", cwd=tmp_path)
     assert done.returncode == 69, done.stderr
     *before, line, more = done.stderr.splitlines()
@@ -286,7 +321,7 @@ def test_nobody_waits_for_a_host_that_starts_beside_one_that_is_not_there(
 ) -> None:
     (tmp_path / "a").write_text(f"{STARTS['creating']}\n" * 99)
     (tmp_path / "b").write_text(f"{STARTS_NOT['no pod']}\n" * 99)
-    words = ["launch", "exec", "--hosts", "a,b", "--via", f"sh -c '{STARTING}' sh {{host}}", "--host-timeout", "1000"]
+    words = [*TRY, "--hosts", "a,b", "--via", f"sh -c '{STARTING}' sh {{host}}", "--host-timeout", "1000"]
     done = cli(*words, "--", "touch", "x", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("cannot be used"), "waiting" in done.stderr) == (69, 2, False)
 
@@ -372,15 +407,48 @@ def test_how_often_the_job_was_started(cli: Callable[..., Any], tmp_path: Path) 
     assert restarts_of(None, {}) == 0
     assert restarts_of(None, {"ROXXEL_RESTARTS": "3"}) == 3
     assert restarts_of(1, {"ROXXEL_RESTARTS": "3"}) == 1
-    words = ["launch", "exec", "--hosts", "a", "--via", HERE, "--attempt", "2", "--", "bash", "-c"]
+    words = [*TRY, "--hosts", "a", "--via", HERE, "--attempt", "2", "--", "bash", "-c"]
     done = cli(*words, "echo attempt $ROXXEL_ATTEMPT", cwd=tmp_path)
     assert done.stdout.endswith(" | attempt 2\n"), done.stderr
-    done = cli(*words[:6], "--", "true", cwd=tmp_path, environ={**os.environ, "ROXXEL_RESTARTS": "x"})
+    done = cli(*words[:7], "--", "true", cwd=tmp_path, environ={**os.environ, "ROXXEL_RESTARTS": "x"})
     assert (done.returncode, "ROXXEL_RESTARTS is 'x': must be a number" in done.stderr) == (2, True)
 
 
+NAME = socket.gethostname()
+CONTAINER = "unshare --mount --uts --propagation private --"
+ONE_INSIDE = f'sh -c \'[ $0 = a ] || set -- {CONTAINER} "$@"; exec "$@"\' {{host}}'
+PLACES: dict[str, tuple[list[str], str, list[str]]] = {
+    # hosts, a command, and the hosts that are refused, each by a line of its own
+    "each leads to the launcher": (["a", "b"], HERE, ["a, b are one machine", "a: the machine", "b: the machine"]),
+    "one leads to the launcher": (["a"], HERE, ["a: the machine of the launcher answers for it"]),
+    "a name of the launcher": ([NAME], HERE, []),
+    "its name with a domain, a user and a kind": ([f"pod/{NAME}", f"me@{NAME}.local"], HERE, [f"pod/{NAME}, me@"]),
+    "its address": (["127.0.0.1"], HERE, []),
+    "its address and its name": (["localhost", NAME], HERE, [f"localhost, {NAME} are one machine"]),
+    "containers that share a network": (["a", "b"], f"{CONTAINER} env NAME={{host}}", []),
+    "a container, and the launcher": (["a", "b"], ONE_INSIDE, ["a: the machine"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_an_answer_of_the_wrong_machine_is_refused(case: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+    hosts, via, refused = PLACES[case]
+    if "unshare" in via and (why := missing()):
+        pytest.skip(why)
+    words = ["--hosts", ",".join(hosts), "--via", via]
+    done = cli("doctor", *words, "--json", cwd=tmp_path)
+    found = [one for one in json.loads(done.stdout)["findings"] if one["check"] == "machine"]
+    assert len(found) == len(refused), found
+    assert not [one for one, said in zip(found, refused, strict=True) if not one["text"].startswith(said)], found
+    assert all("say --same-machine" in one["text"] for one in found)
+    done = cli("launch", "exec", *words, "--host-timeout", "0", "--", "touch", "x", cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "x").exists()) == ((69, False) if refused else (0, True)), done.stderr
+    done = cli("launch", "exec", *words, "--same-machine", "--", "touch", "x", cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "x").exists()) == (0, True), done.stderr
+
+
 def test_doctor_looks_at_hosts_that_a_command_reaches(cli: Callable[..., Any], tmp_path: Path) -> None:
-    done = cli("doctor", "--hosts", "a,b", "--via", HERE, "--json", cwd=tmp_path)
+    done = cli("doctor", "--same-machine", "--hosts", "a,b", "--via", HERE, "--json", cwd=tmp_path)
     found = json.loads(done.stdout)
     assert (done.returncode, found["fit"], found["unreachable"]) == (0, True, {}), done.stdout
     done = cli("doctor", "--hosts", "a,b", "--via", script("exit 1"), "--json", cwd=tmp_path)
@@ -392,6 +460,7 @@ def test_doctor_looks_at_hosts_that_a_command_reaches(cli: Callable[..., Any], t
     assert (done.returncode, [*found["unreachable"]], found["starting"]) == (69, ["a"], ["a"])
     for words, said in (
         (["--via", HERE], f"--via {HERE} is for other hosts"),
+        (["--same-machine"], "--same-machine is for other hosts"),
         (["--hosts", "a", "--via", HERE, "--ssh-config", "x"], "--ssh-config x is for ssh, and --via is given"),
     ):
         done = cli("doctor", *words, cwd=tmp_path)
@@ -455,7 +524,7 @@ def away(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def test_what_a_killed_client_leaves_ends_by_itself(away: str, tmp_path: Path, until: Until) -> None:
     """As of `kubectl exec` and `docker exec`: the program there is no child of theirs, and gets no signal."""
-    words = [sys.executable, "-m", "roxxel_dist", "launch", "exec", "--hosts", "a,b", "--via", away]
+    words = [sys.executable, "-m", "roxxel_dist", *TRY, "--hosts", "a,b", "--via", away]
     stay = "echo $$ > tmp.$ROXXEL_PROCESS_ID; mv tmp.$ROXXEL_PROCESS_ID up.$ROXXEL_ATTEMPT.$ROXXEL_PROCESS_ID; "
     stay += "[ $ROXXEL_ATTEMPT = 1 ] || sleep 1000; true"
     with (tmp_path / "said").open("wb") as said:
@@ -476,21 +545,21 @@ def test_what_a_killed_client_leaves_ends_by_itself(away: str, tmp_path: Path, u
 def test_an_agent_that_ends_before_its_client_is_named(cli: Callable[..., Any], tmp_path: Path) -> None:
     """A client may wait for its own stdin, and have any code: the guard says how the agent ended."""
     kill = "kill -9 $(ps -o ppid= -p $PPID); sleep 60"
-    words = ["launch", "exec", "--hosts", "pod/a", "--via", script('"$@"; exec sleep 60'), "--max-restarts", "0"]
+    words = [*TRY, "--hosts", "pod/a", "--via", script('"$@"; exec sleep 60'), "--max-restarts", "0"]
     done = cli(*words, "--", "bash", "-c", kill, cwd=tmp_path)
     said = "the agent on host pod/a ended before its ranks (signal SIGKILL); they were killed"
     assert (done.returncode, said in done.stderr) == (137, True), done.stderr
 
 
 def test_a_dry_run_shows_no_secret_of_the_command(cli: Callable[..., Any], tmp_path: Path) -> None:
-    words = ["launch", "exec", "--hosts", "a", "--via", "env --token=sekrit A_TOKEN=sekrit N={host}", "--dry-run"]
+    words = [*TRY, "--hosts", "a", "--via", "env --token=sekrit A_TOKEN=sekrit N={host}", "--dry-run"]
     for more in ([], ["--json"]):
         done = cli(*words, *more, "--", "true", cwd=tmp_path)
         assert (done.returncode, "sekrit" in done.stdout, "N=a" in done.stdout) == (0, False, True), done.stdout
 
 
 def test_a_launcher_that_is_killed_leaves_no_client_and_no_rank(away: str, tmp_path: Path, until: Until) -> None:
-    words = [sys.executable, "-m", "roxxel_dist", "launch", "exec", "--hosts", "a", "--via", away, "--host-lease", "10"]
+    words = [sys.executable, "-m", "roxxel_dist", *TRY, "--hosts", "a", "--via", away, "--host-lease", "10"]
     launch = subprocess.Popen(
         [*words, "--", "bash", "-c", "echo $$ > tmp; mv tmp up; sleep 1000; true"], cwd=tmp_path,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -506,7 +575,7 @@ def test_a_launcher_that_is_killed_leaves_no_client_and_no_rank(away: str, tmp_p
 
 
 def test_a_launcher_that_is_killed_leaves_no_command_of_its_list(tmp_path: Path, until: Until) -> None:
-    words = [sys.executable, "-m", "roxxel_dist", "launch", "exec", "--via", HERE]
+    words = [sys.executable, "-m", "roxxel_dist", *TRY, "--via", HERE]
     listed = "echo $$ > tmp; mv tmp up; exec sleep 1000"
     launch = subprocess.Popen([*words, "--hosts-from", listed, "--", "true"], cwd=tmp_path, stderr=subprocess.DEVNULL)
     until(lambda: (tmp_path / "up").exists() or launch.poll() is not None, "the command")
@@ -520,7 +589,7 @@ def test_a_launcher_that_is_killed_leaves_no_command_of_its_list(tmp_path: Path,
 def test_an_agent_behind_a_terminal_is_told_to_leave(away: str, tmp_path: Path, until: Until) -> None:
     """Its stdin stays open where it runs, and it would wait for ten minutes."""
     client = away.replace('"$@"; exit $?', '"$@" | sed -u "s/$/\\r/"')
-    words = [sys.executable, "-m", "roxxel_dist", "launch", "exec", "--hosts", "a", "--via", client, "--", "true"]
+    words = [sys.executable, "-m", "roxxel_dist", *TRY, "--hosts", "a", "--via", client, "--", "true"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, "a terminal is in between" in done.stderr) == (69, True), done.stderr
 

@@ -226,6 +226,33 @@ def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, mo
         assert inbox.faults.empty()
 
 
+def test_a_mistake_with_hosts_that_wait_is_said_and_others_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tended: list[Any] = []
+
+    def fails(looking: object) -> None:
+        tended.append(looking)
+        raise KeyError("machine")
+
+    monkeypatch.setattr(candidates.Candidates, "_tend", fails)
+    monkeypatch.setattr(candidates.Candidates, "_look_at", lambda *_: None)
+    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path / "logs")
+    running = candidates.Running(
+        hosts=("a",), port=None, accepted=(), plan=lambda _: None, grows_with=lambda _: False, machines={}
+    )  # fmt: skip
+    warm: Any = SimpleNamespace(hosts=("c",))
+    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(), warm) as looking:
+        looking.watch((), ("b",))
+        end = time.monotonic() + 30
+        while len(tended) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(tended) >= 3
+        assert [note for note in looking.notes() if "KeyError('machine')" in note] == [
+            "a look at c failed, and is repeated later: KeyError('machine')"
+        ]
+
+
 def test_a_mistake_in_a_look_at_hosts_is_said_and_they_are_looked_at_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

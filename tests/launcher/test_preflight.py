@@ -320,6 +320,28 @@ def test_own_names_are_tried(cluster: Callable[[int], Cluster], tmp_path: Path) 
         assert not [one for one in good if set(one["hosts"]) & set(own) and check == one["check"]], case
 
 
+SSH = "tcp dport 22 accept\ntcp sport 22 accept\n"
+"""Before a rule for all else. (Of `tcp dport != 22 tcp sport != 22` nft 1.0.6 makes one number: no packet has it.)"""
+FULL = "meta length > 1000 drop"
+LOST = r"^packets of full size \(1500 bytes\) are lost between"
+WHY = "(small packets pass, and 64 KiB do not within 5 s): give their interfaces one MTU"
+
+
+@pytest.mark.cluster
+def test_two_names_of_one_host_are_refused(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
+    """As of a bastion's ProxyCommand that leads to one host, whatever its name; ssh is to check no key."""
+    hosts = cluster(2)
+    proxy = (
+        f"ProxyCommand ssh -F {hosts.ssh_config} -W h1:22 h1\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
+    )
+    config = tmp_path / "config"
+    config.write_text(f"Host h2\n{proxy}{hosts.ssh_config.read_text()}")
+    hosts.ssh_config = config
+    found = wrong(doctor(hosts, tmp_path))
+    assert found["machine"]["hosts"] == ["h1", "h2"], found
+    assert "machine" not in wrong(doctor(hosts, tmp_path, "--same-machine"))
+
+
 OPEN = "ct state established,related accept\niif lo accept\ntcp dport 22 accept\n"
 WALLS = {
     # the rules of a host: what fails, who is to blame, host pair and place, the reason
@@ -345,6 +367,18 @@ WALLS = {
         ("h1", "tcp dport 7777-7790 drop", ""),
         "port", ("h1",), r"h2, h3 do not reach h1 at 10\.77\.0\.1:7777 ", "pass TCP port 7777",
     ),
+    "packets of full size are lost on their way in": (
+        ("h2", SSH + FULL, ""), "network", ("h2",), f"{LOST} h2 and h1, h3 ", WHY,
+    ),
+    "packets of full size are lost on their way out": (
+        ("h3", "", SSH + FULL), "network", ("h3",), f"{LOST} h3 and h1, h2 ", WHY,
+    ),
+    "packets of full size are lost from one host to one other": (
+        ("h3", f"ip saddr 10.77.0.2 {FULL}", ""), "network", ("h2", "h3"), f"{LOST} h[23] and h[23] ", WHY,
+    ),
+    "packets of full size are lost on their way to the first host": (
+        ("h1", SSH + FULL, ""), "port", ("h1",), f"{LOST} h1 and h2, h3 ", WHY,
+    ),
 }  # fmt: skip
 
 
@@ -366,6 +400,23 @@ def test_a_firewall_is_named_with_its_hosts_and_its_port(
     assert re.search(pair, found[0]["text"])
     assert why in found[0]["text"]
     assert not [one for one in told["findings"] if one["check"] == check and one["level"] == "ok"]
+
+
+@pytest.mark.cluster
+def test_packets_of_full_size_are_lost_over_ipv6(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
+    if shutil.which("nft", path=PATH) is None:
+        pytest.skip("firewalls for tests need: apt-get install nftables")
+    hosts = cluster(2)
+    for number, name in enumerate(hosts.names, 1):
+        hosts.change(name, "ip", "-6", "address", "add", f"fd00::{number}/64", "dev", "eth0", "nodad")
+        hosts.resolve(name, f"fd00::{number}")
+    assert doctor(hosts, tmp_path)["fit"]
+    hosts.firewall("h2", f"meta nfproto ipv6 {FULL}")
+    told = doctor(hosts, tmp_path)
+    found = wrong(told)
+    assert set(found) == {"network"}, told
+    assert re.search(LOST + " h[12] and h[12] ", found["network"]["text"])
+    assert re.search(r"`ping -M do -s 1452 fd00::[12]` on h[12]", found["network"]["text"])
 
 
 def test_many_hosts_need_open_files_which_are_allowed_or_said() -> None:

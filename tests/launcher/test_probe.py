@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.host.host_info import hash_of_code
+from roxxel_dist.launcher.host.probe import answer
 
 LIMIT_S = 60
 FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "data_path": None, "resume": False, "shared": False}
@@ -175,6 +178,20 @@ def test_places_that_do_not_answer_are_waited_for_together(start: Start) -> None
         took = probe.ask(ask="connect", places=[full.getsockname()] * 8, nonce="a")["took"]
         assert took == ["no answer within 5 s"] * 8
         assert time.monotonic() - begun < 20, "5 s, not 40"
+
+
+def test_a_host_without_room_for_threads_tries_one_place_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with socket.socket() as closed, ExitStack() as held:
+        closed.bind(("127.0.0.1", 0))
+        places = [closed.getsockname()] * 3
+        answered = answer({"ask": "connect", "places": places, "nonce": "a"}, held)
+        assert answered == {"took": ["Connection refused"] * 3, "sizes": [0] * 3}
+        (why,) = answer({"ask": "listen", "places": [("127.0.0.1", 0)], "nonce": "a"}, held)["ports"]
+        assert why == "can't start new thread: this host allows no more processes (`ulimit -u`, pids.max)"
 
 
 def test_the_addresses_towards_other_machines(start: Start) -> None:

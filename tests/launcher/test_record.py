@@ -417,6 +417,18 @@ def test_a_run_directory_that_does_not_answer_holds_up_no_list(tmp_path: Path, s
     assert dead.is_symlink()
 
 
+def test_records_are_read_where_no_thread_can_be_started(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = {enter(f"fresh-{number}", f"runs/{number}").run_id for number in range(3)}
+
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    assert {job.run_id for job in index.entries()} == jobs
+    index.forget_old()
+    assert {job.run_id for job in index.entries()} == jobs
+
+
 def test_a_launch_does_not_wait_for_the_disks_of_other_runs(state: Path) -> None:
     """A pipe without a writer is read as a file of a server that is gone: never."""
     folder = index.folder()

@@ -485,6 +485,28 @@ def test_the_users_own_ssh_config(ssh: Callable[[int], Ssh]) -> None:
             assert said in done.stderr, (case, done.stderr)
 
 
+SERVERS = {
+    # settings of one host's sshd, and the message
+    "no session": ({"MaxSessions": "0"}, "or does sshd allow no session (MaxSessions)?"),
+    "a program that is killed": ({"ForceCommand": "kill -9 $$"}, "Is it killed there, or"),
+    "a program of the server's own": (
+        {"ForceCommand": "echo This account is managed"},
+        "This account is managed (code 0)",
+    ),
+    "a user who may not": ({"DenyUsers": "root"}, "use a key without a passphrase, or an ssh-agent"),
+}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("case", SERVERS)
+def test_a_server_that_lets_no_program_run(case: str, ssh: Callable[[int], Ssh]) -> None:
+    two = ssh(2)
+    settings, said = SERVERS[case]
+    two.hosts.configure("h2", **settings)
+    done = two.run("--", "touch", "x")
+    assert (done.returncode, said in done.stderr) == (69, True), done.stderr
+
+
 ANOTHER_SHELL = "must not start another shell where the login has no terminal"
 BASHRC = {
     # ~/.bashrc of one host: None where the job runs, else the message

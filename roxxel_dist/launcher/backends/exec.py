@@ -59,6 +59,7 @@ HINTS: base.Hints = (
     ("pod does not exist", "it starts, or has ended: `kubectl describe pod` says why"),
     ("does not have a host assigned", "its pod waits for a node: `kubectl describe pod` says why"),
     ("is not valid for pod", "name a container of the pod in --via (-c NAME)"),
+    ("x509: certificate has expired", "is the clock of this machine right? Or else the server needs a new certificate"),
     ("expired", "who runs --via has to log in again"),
     ("Reauthentication", "who runs --via has to log in again (gcloud auth login)"),
     ("OCI runtime exec failed", "the container runs, and cannot start the program: its words are in the line"),
@@ -78,7 +79,6 @@ class ExecBackend(NamedBackend):
     """
 
     heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
-    by_ssh: ClassVar[bool] = False
     hints: ClassVar[base.Hints] = HINTS + SSH_HINTS + base.HINTS
     login: ClassVar[str] = (
         "does --via end before its program, or leave stdin out (kubectl, docker and podman exec need -i)?"
@@ -94,7 +94,7 @@ class ExecBackend(NamedBackend):
     """The working directory on the hosts; empty: that of this process."""
 
     def __post_init__(self) -> None:
-        self.hosts = check_hosts(self.hosts, by_ssh=self.by_ssh)
+        self.hosts = check_hosts(self.hosts, by_ssh=False)
         self._words = via_words(self.via)
         self.cluster: str = f"{zlib.crc32(self.via.encode(errors='surrogateescape')):08x}"
         self.python = self.python or sys.executable

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control.host_list import first_list, hosts_in
@@ -77,12 +77,11 @@ class NamedBackend(Backend):
     """A backend of hosts that are reached by their names: others can join a job."""
 
     takes_hosts: bool = True
-    by_ssh: ClassVar[bool] = True
-    """Whether ssh takes the names, or a command of the user's."""
+    same_machine: bool = False
 
     def check_joining(self, hosts: Sequence[str]) -> None:
         """As `check_hosts`."""
-        check_hosts(hosts, by_ssh=self.by_ssh)
+        check_hosts(hosts, by_ssh=self.is_by_ssh)
 
 
 Named = TypeVar("Named", bound=NamedBackend)
@@ -102,6 +101,9 @@ class NamedHosts(MemberOptions, HostOptions):
     """The interpreter on the hosts; not given, the path of this one."""
     directory: str | None = None
     """The working directory on the hosts; not given, that of the launcher."""
+    same_machine: bool = False
+    """Let several hosts be one machine, or this one, whatever their names: to try a job out. Without it such an answer
+    is refused, for what reaches the hosts leads to the wrong one."""
 
     def named(self, make: Callable[[Sequence[str]], Named], wait_s: float) -> tuple[Named, int]:
         """The backend that `make` makes of the hosts, and how many processes on those that work at a time.
@@ -116,6 +118,6 @@ class NamedHosts(MemberOptions, HostOptions):
             listed, also = first_list(self.hosts_from, least, wait_s, info)
             slots = also if slots is None else slots
         backend = make([*given, *(host for host in listed if host not in given)])
-        backend.given, backend.listed = given, listed
+        backend.given, backend.listed, backend.same_machine = given, listed, self.same_machine
         procs_per_host = slots or 1 if self.procs_per_host is None else self.procs_per_host
         return backend, ranks_on(len(backend.hosts), procs_per_host, self.spare_hosts, self.min_hosts, self.max_hosts)

@@ -57,7 +57,12 @@ class SshBackend(NamedBackend):
     """
 
     heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
+    is_by_ssh: ClassVar[bool] = True
     hints: ClassVar[base.Hints] = HINTS + base.HINTS
+    login: ClassVar[str] = (
+        "does the login shell, or its start-up file (~/.bashrc), end before the program? Is it killed there, or does "
+        "sshd allow no session (MaxSessions)? `ssh -v` says more"
+    )
     hosts: Sequence[str]
     """Names as `ssh` takes them (also `user@host`, or a Host of its configuration), in the order of the ranks."""
     _: KW_ONLY

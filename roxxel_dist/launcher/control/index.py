@@ -59,11 +59,15 @@ def _linked(links: Iterable[Path]) -> dict[Path, JobRecord | None]:
 
     end = time.monotonic() + ANSWER_LIMIT_S
     while pending and time.monotonic() < end:
-        for _ in range(1 if threads else READERS):
-            threads.append(threading.Thread(target=work, daemon=True))
-            threads[-1].start()
+        try:
+            for _ in range(1 if threads else READERS):
+                thread = threading.Thread(target=work, daemon=True)
+                thread.start()
+                threads.append(thread)
+        except RuntimeError:  # no more can be started: this one reads too, and may have to wait
+            work()
         known = -1
-        while pending and len(jobs) > known:
+        while pending and threads and len(jobs) > known:
             known = len(jobs)
             threads[-1].join(PATIENCE_S)
     for thread in threads:
@@ -121,7 +125,8 @@ def forget_old() -> None:
         with contextlib.suppress(OSError):
             forget(over_s=KEPT_S, unreported_s=UNREPORTED_S)
 
-    threading.Thread(target=work, daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no thread can be started: a later start forgets them
+        threading.Thread(target=work, daemon=True).start()
 
 
 def find(name: str) -> JobRecord:

@@ -36,7 +36,8 @@ def gather(question: HostInfo) -> HostInfo:
     run_dir, data_path, resume = (question[name] for name in ("run_dir", "data_path", "resume"))
     jax = question.get("jax")
     info: HostInfo = accelerators() | {
-        "machine": f"{boot_id() or socket.gethostname()} {os.readlink('/proc/self/ns/net')}",
+        "machine": machine(),
+        "place": place(),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "tpu_lock": tpu_lock(LOCK),
         "cores": os.cpu_count() or 1,
@@ -55,6 +56,24 @@ def gather(question: HostInfo) -> HostInfo:
         if data_path is not None or resume:
             info["data"] = host_checks().data_to_read(data_path, run_dir, resume=resume)
     return info
+
+
+def machine() -> str:
+    """Which machine this is, with one network: containers may have networks of their own."""
+    return f"{boot_id() or socket.gethostname()} {os.readlink('/proc/self/ns/net')}"
+
+
+def place() -> str:
+    """The machine, or the container of it: those that share a network have files and a name of their own."""
+    return " ".join([machine(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "uts"))])
+
+
+def is_called(name: str) -> bool:
+    """Whether this machine has a name, or an address: alone, behind `user@`, or behind `pod/`."""
+    name = name.rpartition("@")[2].rpartition("/")[2]
+    if name.partition(".")[0] == socket.gethostname().partition(".")[0]:
+        return True
+    return any(is_loopback(address) or is_owned(address) for address in resolved(name))
 
 
 def accelerators() -> HostInfo:

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ CONNECT_S = 5.0
 BULK = b"roxxel-dist" * 6000
 """As much as a rank sends at once: a path may lose packets of full size, and pass all small ones."""
 STUCK = f"small packets pass, and {len(BULK) // 1024} KiB do not within {CONNECT_S:g} s"
+MTU, MTU_V6 = (socket.IPPROTO_IP, 14), (getattr(socket, "IPPROTO_IPV6", 41), 24)
+"""Options of a Linux socket that Python does not name: the largest packet of its path, as far as the kernel knows."""
 AT_ONCE = 32
 """Connections that a host tries at the same time."""
 
@@ -72,7 +75,8 @@ def answer(question: Message, held: ExitStack) -> Message:
                     "ports": [_port(address, port, question["nonce"], held) for address, port in question["places"]]
                 }
             case "connect":
-                reply = {"took": _connect_all(question["places"], question["nonce"])}
+                took, sizes = _connect_all(question["places"], question["nonce"])
+                reply = {"took": took, "sizes": sizes}
             case "code":
                 reply = {"files": code_files()}
             case "touch":
@@ -133,7 +137,10 @@ def _listen(address: str, port: int, nonce: str, held: ExitStack) -> int:
                 _serve(connection, nonce)
 
     reporter = threading.Thread(target=report, daemon=True)
-    reporter.start()
+    try:
+        reporter.start()
+    except RuntimeError as error:
+        raise OSError(f"{error}: this host allows no more processes (`ulimit -u`, pids.max)") from None
     held.callback(reporter.join, 2)  # until it has gone the port is in use
     held.callback(server.shutdown, socket.SHUT_RDWR)  # wakes it
     return server.getsockname()[1]
@@ -154,46 +161,67 @@ def _serve(connection: socket.socket, nonce: str) -> None:
         connection.recv(1)  # the other side closes first: then no closed connection lingers on this port
 
 
-def _connect_all(places: list[tuple[str, int]], nonce: str) -> list[float | str]:
-    """For each place the milliseconds of `connect_ms`, or why it cannot be reached. All are tried at once."""
+class Stuck(OSError):
+    """A place that small packets reach, and what ranks send at once does not. `size`: of the largest packet."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(STUCK)
+        self.size = size
+
+
+def _connect_all(places: list[tuple[str, int]], nonce: str) -> tuple[list[float | str], list[int]]:
+    """For each place the milliseconds of `connect_ms`, or why it cannot be reached. All are tried at once.
+
+    Also the size of the packets that do not get there, 0 where that is not why.
+    """
     took: list[float | str] = ["not tried"] * len(places)
+    sizes = [0] * len(places)
+    waiting = deque(range(len(places)))
 
-    def connect(numbers: range) -> None:
-        for number in numbers:
-            try:
-                took[number] = connect_ms(*places[number], nonce)
-            except OSError as error:
-                took[number] = error.strerror or str(error)
+    def connect() -> None:
+        with suppress(IndexError):  # none waits any more
+            while True:
+                number = waiting.popleft()
+                try:
+                    took[number] = connect_ms(*places[number], nonce)
+                except OSError as error:
+                    took[number] = error.strerror or str(error)
+                    sizes[number] = error.size if isinstance(error, Stuck) else 0
 
-    threads = [
-        threading.Thread(target=connect, args=(range(first, len(places), AT_ONCE),), daemon=True)
-        for first in range(min(AT_ONCE, len(places)))
-    ]
-    for thread in threads:
-        thread.start()
+    threads = []
+    with suppress(RuntimeError):  # no more threads can be started
+        for _ in range(min(AT_ONCE, len(places)) - 1):
+            thread = threading.Thread(target=connect, daemon=True)
+            thread.start()
+            threads.append(thread)
+    connect()
     for thread in threads:
         thread.join()
-    return took
+    return took, sizes
 
 
 def connect_ms(address: str, port: int, nonce: str) -> float:
     """Milliseconds until the probe that listens there said its nonce.
 
-    Raises OSError where it does not, or does not take or give as much as ranks send at once.
+    Raises OSError where it does not, or does not take or give as much as ranks send at once (Stuck).
     """
-    begun, took = time.monotonic(), None
-    try:
-        with socket.create_connection((address, port), CONNECT_S) as connection:
+    begun = time.monotonic()
+    with ExitStack() as held:
+        try:
+            connection = held.enter_context(socket.create_connection((address, port), CONNECT_S))
             if _received(connection, len(nonce), begun + CONNECT_S) != nonce.encode():
                 raise OSError("somebody else answers there")
-            took, end = (time.monotonic() - begun) * 1000, time.monotonic() + CONNECT_S
+        except TimeoutError:
+            raise OSError(f"no answer within {CONNECT_S:g} s") from None
+        took, end = (time.monotonic() - begun) * 1000, time.monotonic() + CONNECT_S
+        try:
             connection.sendall(b".")
             is_whole = _received(connection, len(BULK), end) == BULK
             connection.sendall(BULK)
             if not is_whole or _received(connection, 1, end) != b".":
                 raise OSError("it closes the connection before all is sent")
-    except TimeoutError:
-        raise OSError(f"no answer within {CONNECT_S:g} s" if took is None else STUCK) from None
+        except TimeoutError:
+            raise Stuck(connection.getsockopt(*(MTU_V6 if ":" in address else MTU))) from None
     return took
 
 

@@ -74,6 +74,10 @@ class Backend(ABC):
     """Whether rank 0 is on one of these hosts."""
     hosts: Sequence[str]
     """Each runs one agent; ranks are assigned to hosts in blocks."""
+    same_machine: bool = True
+    """Whether several hosts may be one machine, and this one whatever their names: a scheduler's nodes may."""
+    is_by_ssh: ClassVar[bool] = False
+    """Whether ssh takes the hosts' names, and knows each host by its key."""
     given: Sequence[str] | None = None
     """Those of them that no list takes away; None: all."""
     listed: Sequence[str] = ()

@@ -62,7 +62,7 @@ class Console:
         self._written = self._reported = 0  # the same, by the thread: no lock is needed
         self._bar: Bar | None = None
         self._status: dict[str, Any] = {}
-        self._status_is_queued = False
+        self._status_is_queued = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
 
     def lines(self, rank: int, when: float, lines: Sequence[str]) -> None:
@@ -106,13 +106,22 @@ class Console:
 
     def _run(self) -> None:
         for act in iter(self._queue.get, None):
-            act()
+            try:
+                act()
+            except Exception as error:  # the thread would end, and with it all that people read
+                self._fail(error)
             missing = self._left_out - self._reported
             if missing and self._queued - self._written < MAX_WAITING // 2:
                 self._reported += missing
                 self._show(sys.stderr, f"roxxel-dist: {missing} lines were too many for this terminal: see the logs")
         if self._bar is not None:
             self._safely(sys.stdout, self._bar.close)
+
+    def _fail(self, error: Exception) -> None:
+        """Say, once, that something could not be shown; what may be wrong is the bar."""
+        if not self._has_failed:
+            self._has_failed, self._bar = True, None
+            self._show(sys.stderr, f"roxxel-dist: a line could not be shown ({error!r}); the job goes on, see its logs")
 
     def _show(self, stream: TextIO, text: str) -> None:
         """Lines of ranks, which are counted, on stdout, others on stderr; above the bar where both are one terminal."""

@@ -188,7 +188,10 @@ class Candidates:
                 except Exception as error:  # the thread would end, and with it all looks
                     self._note_mistake(due, error)
             if self._warm.hosts:
-                self._tend()
+                try:
+                    self._tend()
+                except Exception as error:
+                    self._note_mistake(tuple(self._warm.hosts), error)
 
     def _note_mistake(self, hosts: Sequence[str], error: Exception) -> None:
         """Say that a look has failed by a mistake of this program, and look again later."""

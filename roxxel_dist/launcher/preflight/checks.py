@@ -19,6 +19,7 @@ MUST_MATCH = ("jax", "jaxlib")
 """Not roxxel-dist: its code is compared, and an editable install has the version of the day when it was installed."""
 MAX_NAMES = 8
 """Hosts that a text names; of more it gives the count."""
+ALLOWED = "where that is meant, as to try a job out, say --same-machine"
 HERE = "the launcher here"
 """Among the hosts of a comparison."""
 
@@ -42,6 +43,8 @@ class Requirements:
     """Of a job that uses jax: the variables that it sets of those that decide which devices jax makes."""
     code: str | None = None
     """The hash of the launcher's own code, where hosts must have the same."""
+    distinct: bool = False
+    """Whether no two hosts may be the same machine, or the same container of it."""
     compare: bool = True
     """Whether to ask for values that are compared between hosts: versions, code, data."""
 
@@ -246,9 +249,27 @@ def _data(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
 
 def _one_machine(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     for names in _groups(hosts, lambda info: info["machine"]).values():
-        if len(names) > 1:
+        twins = [same for same in _groups(hosts, lambda info: info["place"]).values() if len(same) > 1]
+        twins = [same for same in twins if same[0] in names and requirements.distinct]
+        for same in twins:
+            text = (
+                f"{named(same)} are one machine: the same one answers for each. Name each machine once, and see that "
+                f"what reaches them (--via, a ProxyCommand) leads to each; {ALLOWED}"
+            )
+            yield CheckResult("error", "machine", tuple(same), text)
+        if len(names) > 1 and not twins:
             text = f"{named(names)} are one machine: their ranks share its devices; name each machine once"
             yield CheckResult("warning", "host", tuple(names), text)
+
+
+def launchers(hosts: Sequence[str]) -> Iterator[CheckResult]:
+    """Problems with hosts that are the launcher's own machine, or container, and have none of its names."""
+    for host in hosts:
+        text = (
+            f"{host}: the machine of the launcher answers for it, and has no such name or address: --via does not lead "
+            f"there; {ALLOWED}"
+        )
+        yield CheckResult("error", "machine", (host,), text)
 
 
 def needs_own_names(requirements: Requirements, info: HostInfo) -> bool:

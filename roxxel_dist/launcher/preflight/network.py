@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from roxxel_dist.launcher.host.probe import STUCK
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
@@ -56,6 +55,8 @@ class Failure:
     source: str
     place: Place
     why: str
+    size: int = 0
+    """Of the packets that do not get there, where smaller ones do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +164,14 @@ def _try(
         for host, to in targets.items()
         if to
     }
-    answers = {host: reply["took"] for host, reply in questions.ask(asked).items() if "took" in reply}
-    pairs = [(host, place, took) for host in answers for place, took in zip(targets[host], answers[host], strict=True)]
-    failures = [Failure(host, place, took) for host, place, took in pairs if isinstance(took, str)]
-    slowest = max((took for _, _, took in pairs if not isinstance(took, str)), default=0.0)
+    answers = {host: reply for host, reply in questions.ask(asked).items() if "took" in reply}
+    tries = [
+        (host, *one)
+        for host, reply in answers.items()
+        for one in zip(targets[host], reply["took"], reply["sizes"], strict=True)
+    ]
+    failures = [Failure(host, place, took, size) for host, place, took, size in tries if isinstance(took, str)]
+    slowest = max((took for _, _, took, _ in tries if not isinstance(took, str)), default=0.0)
     return failures, slowest, set(answers)
 
 
@@ -188,11 +193,14 @@ def _describe(failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, p
         part = parts[worst]
         of_two = len(part) == len(parts[others[0]])  # which of the two it is cannot be known
         blamed = (part[0].source, part[0].place.host) if of_two else (worst,)
-        into = [one for one in part if one.place.host == worst]
-        for one_way in (into, [one for one in part if one not in into]):
+        lost = [one for one in part if one.size]  # it is tried in both directions, whichever of them connects
+        into = [one for one in part if one.place.host == worst and one not in lost]
+        for one_way in (into, [one for one in part if one not in into + lost]):
             if one_way:
                 check, level, text = _text(one_way, hosts, addresses, port)
                 results.append(CheckResult(level, check, blamed, text))
+        if lost:
+            results.append(CheckResult(_level(lost, hosts), _check(lost[0]), blamed, _text_of_lost(worst, lost)))
         rest = [one for one in rest if one not in part]
     return results
 
@@ -214,20 +222,37 @@ def _text(failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, port:
             f"{info['name']!r}, the own name of {place.host}, means this address, and ranks on CPU (Gloo) are found by "
             f"it: have /etc/hosts on {place.host} say `{next(iter(routes), 'its address')} {info['name']}` instead"
         )
-    elif STUCK in whys:
-        fix = (
-            "packets of full size are lost between them: give their interfaces one MTU that all of the path carries "
-            f"(`ping -M do -s 1472 {place.address}` finds it), or have firewalls pass ICMP's `fragmentation needed`"
-        )
     else:
         low, high = info["ports"] or (32768, 60999)
         which = f"TCP port {port}" if port else f"all TCP ports from {low} to {high}, of which ranks take any"
         walls = f"the firewalls of {place.host} and {sources[0]}" if to_one else f"the firewall of {sources[0]}"
         fix = f"have {walls} pass {which}, between the hosts and in both directions"
         fix += "; or choose a port that is open with --port" if port else ""
-    tpus = not place.is_coordinator and all(hosts[one.place.host]["tpus"] for one in failures)
-    check = "port" if place.is_coordinator else "network"
-    return check, "warning" if tpus else "error", f"{head} ({'; '.join(whys)}): {fix}"
+    return _check(failures[0]), _level(failures, hosts), f"{head} ({'; '.join(whys)}): {fix}"
+
+
+def _text_of_lost(host: str, failures: Sequence[Failure]) -> str:
+    """Words for packets of full size that are lost between a host and others."""
+    one = failures[0]
+    others = dict.fromkeys(name for failure in failures for name in (failure.source, failure.place.host))
+    del others[host]
+    address = one.place.address
+    ping = f"ping -M do -s {one.size - (48 if ':' in address else 28)} {address}"
+    return (
+        f"packets of full size ({one.size} bytes) are lost between {host} and {named(list(others))} ({one.why}): give "
+        f"their interfaces one MTU that all of the path carries (`{ping}` on {one.source} fails until then), or have "
+        "firewalls pass ICMP's `fragmentation needed`"
+    )
+
+
+def _check(failure: Failure) -> str:
+    return "port" if failure.place.is_coordinator else "network"
+
+
+def _level(failures: Sequence[Failure], hosts: Hosts) -> Level:
+    """A warning where ranks on TPUs, which have a network of their own, may not need the places."""
+    is_aside = all(hosts[one.place.host]["tpus"] and not one.place.is_coordinator for one in failures)
+    return "warning" if is_aside else "error"
 
 
 def _reason(why: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 
-from roxxel_dist.launcher.host.host_info import code_files, hash_of_code, own_name
+from roxxel_dist.launcher.host.host_info import code_files, hash_of_code, is_called, own_name, place
 from roxxel_dist.launcher.host.probe import answer
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
@@ -18,6 +18,7 @@ from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
     Requirements,
     are_one_machine,
+    launchers,
     named,
     own_names,
     requirements_of,
@@ -124,7 +125,7 @@ def check_hosts(
             return _check(requirements, backend, hosts, port, _ThisMachine(held), busy, devices)
         if problem := allow_open_files(len(hosts)):
             return PreflightReport(findings=[CheckResult("error", "open files", tuple(hosts), problem)])
-        requirements = replace(requirements, code=hash_of_code())
+        requirements = replace(requirements, code=hash_of_code(), distinct=not backend.same_machine)
         questions = HostQuestions(pool or held.enter_context(HostPool(backend)))
         return _check(requirements, backend, hosts, port, questions, busy, devices)
 
@@ -164,6 +165,9 @@ def _check(
         infos[host]["tpu_lock"] = None
     first, *others = infos
     findings = [_with_files(questions, result) for result in run_checks(requirements, infos)]
+    if requirements.distinct and not backend.is_by_ssh:  # ssh knows its hosts by their keys
+        here = place()
+        findings += launchers([host for host, info in infos.items() if info["place"] == here and not is_called(host)])
     address = backend.address or LOOPBACK
     places = Addresses(coordinators=[address])
     if not are_one_machine(infos):

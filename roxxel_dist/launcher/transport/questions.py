@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -9,8 +10,11 @@ from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import PROGRAM_FIX, Backend
+from roxxel_dist.launcher.policy.outcome import how
+from roxxel_dist.launcher.transport.client_sockets import stuck_connection
+from roxxel_dist.launcher.transport.near_end import NearEnd
 from roxxel_dist.launcher.transport.pool import PROBE_END_S, SILENT_S, HostConnection, HostPool
-from roxxel_dist.launcher.transport.words import KEY_COMMAND, shortened
+from roxxel_dist.launcher.transport.words import DENIED, KEY_COMMAND, PLUGIN, shortened
 
 ANSWER_S = 60.0
 """How long a host may take to an answer before the start, its connection included."""
@@ -25,6 +29,7 @@ LEAVE_S = 0.3
 CHANGED = "HAS CHANGED"
 """In what ssh says of a host key that is another one than in known_hosts."""
 EXIT_KILLED = 137
+KILLED = "it was killed there: is memory short, or a limit of the container too low?"
 _numbers = itertools.count(1)
 """Of the questions of this process: an answer to one that was broken off may come late."""
 
@@ -135,6 +140,8 @@ class HostQuestions:
                 if self._try_again(link, refused):
                     return
                 why += f"; refused {refused.count} times: its server, or a bastion before it, takes fewer at once"
+                if self._pool.backend.is_by_ssh:
+                    why += f", or a ProxyCommand ends without a word (`ssh -v {link.host}` shows it)"
             if not link.ready and self._pool.backend.is_starting(link.stderr):
                 self.starting.append(link.host)
             if isinstance(event, ValueError):  # something runs there, perhaps an agent
@@ -165,10 +172,8 @@ class HostQuestions:
         for link in [link for link, end in turn.waiting.items() if time.monotonic() >= end]:
             del turn.waiting[link]
             turn.refusals.pop(link.host, None)
-            stuck = "is it stuck, or its network?"
-            if not link.ready:
-                stuck = "is it stuck, or its network, or does a start-up file there (~/.bashrc) not end?"
-            self._give_up(link, f"it did not answer within {turn.limit_of(link):g} s{link.last_words}: {stuck}")
+            why = f"it did not answer within {turn.limit_of(link):g} s{link.last_words}: {_why_late(link)}"
+            self._give_up(link, why)
 
     def _give_up(self, link: HostConnection, why: str) -> None:
         self.unreachable[link.host] = why
@@ -177,18 +182,41 @@ class HostQuestions:
             link.process.kill()
 
 
+def _why_late(link: HostConnection) -> str:
+    """Why an answer may not come: what the kernel knows of the client's connections, or else what to look at."""
+    if isinstance(link.process, NearEnd) and (stuck := stuck_connection(link.process.pid)):
+        return stuck
+    if link.ready:
+        return "is it stuck, or its network?"
+    return (
+        "is it stuck, does a start-up file there (~/.bashrc) not end, or are packets of full size lost on the way back "
+        "(an MTU)?"
+    )
+
+
+def _why_silent(code: int | None, backend: Backend) -> str:
+    """Why a client may have ended without a word."""
+    if code is not None and code < 0:
+        return f"its client was ended ({how(code)}): is memory short on this machine?"
+    return KILLED if code == EXIT_KILLED else backend.login
+
+
 def _why_it_ended(link: HostConnection, backend: Backend) -> str:
     """Why a program ended that should have answered: what its client said first, or last, with what to do."""
     code = link.wait(PROBE_END_S)
     first = link.first_causes
-    why = first or link.last_error or link.decoder.noise or f"nothing was said: {backend.login}"
+    why = first or link.last_error or link.decoder.noise or f"nothing was said: {_why_silent(code, backend)}"
     everything = "\n".join([*link.stderr, why])
     hint = next((hint for words, hint in backend.hints if words in (why if not first else everything)), "")
     if CHANGED in everything:
         remove = next((line.strip() for line in link.stderr if KEY_COMMAND.search(line)), f"ssh-keygen -R {link.host}")
         why, hint = f"Host key verification failed: it {CHANGED}", f"if a new machine has its name or address: {remove}"
+    elif first and re.search(DENIED, link.last_error) and first != link.last_error:
+        hint = f"`ssh {link.host}` shows it too"
     elif first and (not hint or hint == PROGRAM_FIX):
         hint = f"a ProxyCommand or a bastion of ssh's configuration says so; `ssh {link.host}` shows it too"
-    elif not hint and code == EXIT_KILLED:
-        hint = "it was killed there: is memory short, or a limit of the container too low?"
+        if PLUGIN in link.last_error:
+            hint = "the program that gives kubectl its credentials says so"
+    elif not hint and code == EXIT_KILLED and why in (link.last_error, link.decoder.noise):
+        hint = KILLED
     return f"{shortened(why)}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"

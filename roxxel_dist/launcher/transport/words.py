@@ -17,12 +17,17 @@ ASIDE = re.compile(
 )
 """What ssh, kubectl, gcloud and others say beside what is wrong, or where nothing is."""
 HOST_KEY = "Host key verification failed."
+DENIED = r"^(\S+: )?Permission denied \([a-z,-]+\)\.$"
+"""How ssh says that no key was taken; which one could not be used is in the lines before."""
+PLUGIN = "getting credentials: exec: "
+"""How kubectl says that the program failed that its configuration names for credentials."""
 CLOSED = re.compile(
     r"^(kex|ssh)_exchange_identification: |^banner exchange: |^Connection (closed|reset) by |^Connection to \S+ closed"
     r"|^ssh_dispatch_run_fatal: |^client_loop: |^Disconnected from |^Received disconnect |^stdio forwarding failed"
-    rf"|^{HOST_KEY}$"
+    rf"|^{HOST_KEY}$|{DENIED}|^Permission denied, please try again\.$|{PLUGIN}"
 )
-"""What ssh says at last, whatever has ended a connection that it could not make: why is in the lines before."""
+"""What ssh, or kubectl, says at last, whatever has ended a connection that it could not make: why is said before."""
+COLOUR = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 KEY_COMMAND = re.compile(r"^\s*ssh-keygen -f .* -R .*")
 """How ssh says that an old key of a host is removed."""
 MOST_CAUSES = 3
@@ -39,7 +44,7 @@ def causes(lines: Iterable[str]) -> list[str]:
     """Of the lines of a client that did not connect, those that say why; they may be those of a ProxyCommand."""
     said = [line.strip() for line in lines if not ASIDE.search(line) and not line.startswith("@")]
     found = [line for line in said if line and not CLOSED.search(line)]
-    return found or [line for line in said if line == HOST_KEY]
+    return found or [line for line in said if line == HOST_KEY or re.search(DENIED, line)]
 
 
 def question_in(data: bytes) -> str:
@@ -49,5 +54,6 @@ def question_in(data: bytes) -> str:
 
 
 def shortened(line: str) -> str:
-    """A line for a message: its beginning and its end, where it is long."""
+    """A line for a message, without colours: its beginning and its end, where it is long."""
+    line = COLOUR.sub("", line)
     return line if len(line) <= MOST else f"{line[: MOST // 2]} … {line[-MOST // 2 :]}"
