@@ -236,6 +236,12 @@ def test_when_a_job_is_queued_again(result: JobResult, state: str, restarts: int
     assert bool(words) == bool(told.why)
 
 
+def test_slurms_own_requeue_is_said_to_be_one() -> None:
+    inside = Allocation(job_id="7", nodelist="n1", batch=True, restarts=0, node="n1")
+    told = requeue(JobResult(code=42, requested=TERM), inside, 3, "COMPLETING", in_queue=True)
+    assert (told.again, told.why) == (False, "SLURM asked it to end, and has queued job 7 again")
+
+
 def test_an_interactive_job_is_never_queued_again() -> None:
     inside = Allocation(job_id="7", nodelist="n1", batch=False, restarts=0, node="")
     assert not requeue(JobResult(code=42, requested=TERM), inside, 3, "RUNNING").again

@@ -10,10 +10,11 @@ import json
 import os
 import shlex
 import socket
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.file_lock import is_held, process_record
 from roxxel_dist.cluster.process_stat import STARTED, STATE, stat
 from roxxel_dist.launcher.job.spec import RUN_ID
@@ -94,10 +95,13 @@ class JobRecord:
     restarts: tuple[Restart, ...] = ()
     """The last `KEPT_RESTARTS`, in order."""
     code: int | None = None
-    """The exit code of the job; None where it has not ended, or was lost."""
+    """The exit code of the job; None where it has not ended, or was lost. Of one that is queued again: of its last
+    start."""
     detached: bool = False
     slurm_job: str = ""
     """The number of its SLURM job."""
+    queue_reason: str = ""
+    """Why SLURM has not started a queued job, in its word: Priority, PartitionDown, JobHeldUser …; "" if not asked."""
     ran: bool = False
     """Whether its ranks were started; False for a job that preflight refused."""
     takes_hosts: bool = False
@@ -194,6 +198,11 @@ def read(path: Path) -> JobRecord | None:
         if was_lost:
             return replace(record, state="lost", ranks=())
         was_lost = True  # read it again: the end may have been written between the two looks
+
+
+def write(record: JobRecord, path: Path) -> None:
+    """Replace the record in a file. Raises OSError."""
+    write_file(path, json.dumps(asdict(record)) + "\n", sync=False)
 
 
 def from_values(values: Any, log_dir: str) -> JobRecord:
