@@ -46,7 +46,7 @@ with SignalPipe(print, stays=True) as signals:
     ],
 )
 def test_a_launcher_says_who_wants_it_to_stand_still(terminal: bool, environ: dict[str, str], said: list[str]) -> None:
-    """It is no request, and neither is its end; SLURM sends SIGSTOP after it, which nobody can refuse."""
+    """It is no request, and neither is its end; SLURM sends SIGSTOP after it, which no process can refuse."""
     outer = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     ours, theirs = pty.openpty()
     words = ["setsid", *["--ctty"] * terminal, "--wait", sys.executable, "-c", SUSPENDED]

@@ -110,7 +110,7 @@ class JobRecorder:
         self._replace()
 
     def settle(self, code: int) -> None:
-        """End a job after all that was to wait in the queue of a batch system, when the context is closed."""
+        """End a job that the batch system has refused to queue again, when the context is closed."""
         self.entry = replace(self.entry, state="ended", code=code, ended=time.time())
         self._replace()
 

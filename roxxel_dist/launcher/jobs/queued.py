@@ -51,7 +51,7 @@ def _now(job: JobRecord, said: Sequence[str] | None) -> JobRecord:
         is_waiting = said[1] in WAITING
         state = "queued" if is_waiting else now.state
         return replace(now, state=state, queue_reason=said[2] if is_waiting else "", ranks=now.ranks * (not is_waiting))
-    hides = os.getuid() not in (0, owner)  # a SLURM may show nobody the jobs of others
+    hides = os.getuid() not in (0, owner)  # a SLURM may hide the jobs of other users
     is_lost = now.is_queued or not (now.is_over or now.is_known)
     return replace(now, state="lost", ranks=()) if is_lost and not hides else now
 
