@@ -266,8 +266,8 @@ def _check_place(job: JobRecord, command: str) -> None:
         return
     if job.slurm_job:
         raise UserError(
-            f"run {job.run_id} is SLURM job {job.slurm_job}: `scancel --batch --signal=INT {job.slurm_job}` asks its "
-            f"ranks to save and exit; `scancel {job.slurm_job}` ends it, also where it waits to be started again"
+            f"run {job.run_id} is SLURM job {job.slurm_job}: `scancel --batch --signal=INT {job.of_slurm}` asks its "
+            f"ranks to save and exit; `scancel {job.of_slurm}` ends it, also where it waits to be started again"
         )
     raise UserError(f"the launcher of run {job.run_id} runs on {job.controller.host}: use `{job.line(command)}`")
 
@@ -295,9 +295,7 @@ def _report_end(job: JobRecord) -> None:
     elif job.is_queued:
         info(queued.words(job))
     elif job.state == "lost" and job.slurm_job and not job.ran:
-        info(
-            f"run {job.run_id} never began, and SLURM job {job.slurm_job} is gone: `sacct -j {job.slurm_job}` says why"
-        )
+        info(f"run {job.run_id} never began, and SLURM job {job.slurm_job} is gone: `sacct -j {job.of_slurm}` says why")
     elif job.state == "lost":
         info(f"run {job.run_id} is lost: its launcher (pid {job.controller.pid}) was killed, and its ranks with it")
     elif job.state == "ended":

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +21,8 @@ from roxxel_dist.launcher.jobs import queued
 ME = os.getuid()
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 GONE = "slurm_load_jobs error: Invalid job id specified"
-ELSEWHERE = {"controller": dataclasses.replace(record.this_process(), host="node7", pid=1)}
-RAN = {"ran": True, **ELSEWHERE}
+ELSEWHERE: dict[str, Any] = {"controller": dataclasses.replace(record.this_process(), host="node7", pid=1)}
+RAN: dict[str, Any] = {"ran": True, **ELSEWHERE}
 
 
 @pytest.fixture(autouse=True)
@@ -43,15 +43,19 @@ def slurm(tmp_path: Path) -> Callable[[str], None]:
         )
         tool.write_text(f"#!/bin/sh\necho {name} $* >> {tmp_path}/asked\n{then or answer}\n")
         tool.chmod(0o755)
-    return lambda text: (tmp_path / "answer").write_text(text and text + "\n") and None
+
+    def says(text: str) -> None:
+        (tmp_path / "answer").write_text(text and text + "\n")
+
+    return says
 
 
-def job(number: str = "5", **changes: object) -> JobRecord:
+def job(number: str = "5", **changes: Any) -> JobRecord:
     """A job of which its newest launcher, if any, wrote this."""
     spec = JobSpec(run_id=f"run-{number}", command=("train",), nprocs=2, log_dir=Path(f"runs/{number}/logs"))
     recorder = JobRecorder(spec, LocalBackend(), slurm_job=number)
     recorder.queue()
-    changed = dataclasses.replace(recorder.entry, **changes)  # pyright: ignore[reportArgumentType]
+    changed = dataclasses.replace(recorder.entry, **changes)
     record.write(changed, changed.path)
     return changed
 
@@ -89,7 +93,7 @@ def job(number: str = "5", **changes: object) -> JobRecord:
     ],
 )
 def test_a_job_is_what_its_record_and_slurm_say(
-    written: dict[str, object],
+    written: dict[str, Any],
     answer: str,
     state: str,
     words: str,
@@ -139,7 +143,7 @@ def test_one_question_is_for_all_jobs(
     ],
 )
 def test_stop_takes_a_job_out_of_the_queue(
-    written: dict[str, object],
+    written: dict[str, Any],
     code: int,
     words: str,
     slurm: Callable[[str], None],
@@ -152,14 +156,13 @@ def test_stop_takes_a_job_out_of_the_queue(
     assert (before.now().state, before.now().code) == ("ended", code)
 
 
-def test_a_job_that_started_before_stop_is_stopped_where_it_runs(
-    slurm: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_started_before_stop_is_stopped_where_it_runs(slurm: Callable[[str], None], tmp_path: Path) -> None:
     """SLURM says that it starts, and no launcher has written yet: the command waits for one of both."""
     before = job()
     slurm(f"5|{ME}|RUNNING|None")
-    monkeypatch.setattr(time, "sleep", lambda _: record.write(running, before.path))
-    running = dataclasses.replace(before, state="running", **RAN)  # pyright: ignore[reportArgumentType]
+    running = dataclasses.replace(before, state="running", **RAN)
+    record.write(running, tmp_path / "running")
+    (tmp_path / "scancel").write_text(f"#!/bin/sh\ncp {tmp_path}/running {before.path}\n")
     with pytest.raises(UserError, match="`scancel --batch --signal=INT 5` asks its ranks"):
         cli_jobs.stop(["run-5"])
 
@@ -191,3 +194,35 @@ def test_attach_goes_on_while_a_job_waits_to_be_started_again(
     for reason in ("BeginTime", "JobHeldUser", "Priority"):
         assert err.count(f", {reason})") == 1, err
     assert "ended" in err.splitlines()[-1]
+
+
+def test_a_job_of_another_cluster_is_asked_of_that_one(slurm: Callable[[str], None], tmp_path: Path) -> None:
+    """Its number may be that of another job here; squeue prints the name of a cluster above its jobs."""
+    before = job("5", slurm_cluster="far")
+    slurm(f"CLUSTER: far\n5|{ME}|PENDING|JobHeldUser")
+    assert "`scontrol release 5 --clusters=far`" in queued.words(queued.look(before))
+    assert cli_jobs.stop(["run-5"]) == 0
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert all("--clusters=far" in line for line in asked), asked
+    assert "scancel --state=PENDING 5 --clusters=far" in asked
+
+
+def test_a_launcher_in_the_job_keeps_the_cluster_that_only_sbatch_named() -> None:
+    before = job("5", slurm_cluster="far")
+    spec = JobSpec(run_id="run-5", command=("train",), nprocs=2, log_dir=Path(before.log_dir))
+    with JobRecorder(spec, LocalBackend(), slurm_job="5") as recorder:
+        recorder.update(state="running")
+        assert before.now().slurm_cluster == "far"
+        recorder.end(0)
+
+
+def test_a_slurm_that_does_not_answer_is_said_to_be_so(
+    slurm: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = job()
+    monkeypatch.setattr(queued, "ASK_S", 0.2)
+    for name in ("squeue", "scancel"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 60\n")
+    assert queued.look(before).is_queued, "as it was known"
+    with pytest.raises(UserError, match=r"run-5 is not cancelled: SLURM did not answer within 0\.2 s"):
+        cli_jobs.stop(["run-5"])

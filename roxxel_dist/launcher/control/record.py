@@ -100,6 +100,8 @@ class JobRecord:
     detached: bool = False
     slurm_job: str = ""
     """The number of its SLURM job."""
+    slurm_cluster: str = ""
+    """The cluster that has it, where sbatch named one (--clusters)."""
     queue_reason: str = ""
     """Why SLURM has not started a queued job, in its word: Priority, PartitionDown, JobHeldUser …; "" if not asked."""
     ran: bool = False
@@ -147,6 +149,11 @@ class JobRecord:
         """What a person types, here, for `command` of this job."""
         there = () if self.is_here else ("ssh", self.controller.host)
         return shlex.join([*there, "roxxel-dist", command, self.run_id if self.is_here else self.run_dir])
+
+    @property
+    def of_slurm(self) -> str:
+        """The words by which SLURM's commands know its SLURM job: the number, and a cluster that sbatch named."""
+        return self.slurm_job + f" --clusters={self.slurm_cluster}" * bool(self.slurm_cluster)
 
     @property
     def launcher_log(self) -> Path:

@@ -47,6 +47,7 @@ class JobRecorder:
         started: Callable[[JobRecord], None] | None = None,
         detached: bool = False,
         slurm_job: str = "",
+        slurm_cluster: str = "",
     ) -> None:
         begun = time.time()
         self._started = started
@@ -69,6 +70,7 @@ class JobRecorder:
             grace=job.grace,
             detached=detached or started is not None,
             slurm_job=slurm_job,
+            slurm_cluster=slurm_cluster,
             takes_hosts=backend.takes_hosts and job.is_restartable,
             first_rank=job.first_rank,
         )
@@ -86,6 +88,8 @@ class JobRecorder:
             self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
             with contextlib.suppress(FileNotFoundError, ValueError):
                 before = read(path)
+                if before and before.slurm_job == self.entry.slurm_job:  # only who submits it learns the cluster
+                    self.entry = replace(self.entry, slurm_cluster=before.slurm_cluster)
                 self._before = None if before and before.is_queued else path.read_text(encoding="utf-8")
         except OSError as error:
             self._unusable = error  # preflight reports it

@@ -29,16 +29,23 @@ def look(job: JobRecord) -> JobRecord:
 
 
 def look_at(jobs: Sequence[JobRecord]) -> list[JobRecord]:
-    """Jobs as they are now, by one question to SLURM: `queued` where it is to start them, for the first time or again;
-    `lost` where it has them no more and no launcher wrote an end."""
-    asked = [job for job in jobs if job.slurm_job and not (job.state == "ended" and job.code == 0)]
-    if not asked:
-        return list(jobs)
-    answer = _run("squeue", "--noheader", f"--jobs={','.join(job.slurm_job for job in asked)}", "--format=%i|%U|%T|%r")
-    if answer.returncode and "Invalid job id" not in answer.stderr:
-        return list(jobs)
-    said = {number: words for number, *words in (line.split("|") for line in answer.stdout.splitlines()) if words}
-    return [_now(job, said.get(job.slurm_job)) if job in asked else job for job in jobs]
+    """Jobs as they are now, by one question to each cluster of SLURM: `queued` where it is to start them, for the first
+    time or again; `lost` where it has them no more and no launcher wrote an end."""
+    found = list(jobs)
+    asked: dict[str, list[int]] = {}
+    for place, job in enumerate(jobs):
+        if job.slurm_job and not (job.state == "ended" and job.code == 0):
+            asked.setdefault(job.slurm_cluster, []).append(place)
+    for cluster, places in asked.items():
+        numbers = ",".join(jobs[place].slurm_job for place in places)
+        where = [f"--clusters={cluster}"] if cluster else []
+        answer = _run("squeue", "--noheader", f"--jobs={numbers}", *where, "--format=%i|%U|%T|%r")
+        if answer.returncode and "Invalid job id" not in answer.stderr:
+            continue
+        said = {number: words for number, *words in (line.split("|") for line in answer.stdout.splitlines()) if words}
+        for place in places:
+            found[place] = _now(jobs[place], said.get(jobs[place].slurm_job))
+    return found
 
 
 def _now(job: JobRecord, said: Sequence[str] | None) -> JobRecord:
@@ -61,9 +68,9 @@ def words(job: JobRecord) -> str:
     number, reason = job.slurm_job, job.queue_reason
     cure = ""
     if "held" in reason.lower():
-        cure = f"; it is held: `scontrol release {number}` lets it start"
+        cure = f"; it is held: `scontrol release {job.of_slurm}` lets it start"
     elif reason == NEVER:
-        cure = f"; it will never start: `scancel {number}`, and launch it again"
+        cure = f"; it will never start: `scancel {job.of_slurm}`, and launch it again"
     again = "again " * job.ran
     shown = f", {reason}" * (reason not in ("", "None"))
     return (
@@ -78,7 +85,7 @@ def cancel(job: JobRecord) -> JobRecord:
     """
     end, now = time.monotonic() + LEAVE_S, job
     while now.is_queued and time.monotonic() < end:
-        answer = _run("scancel", "--state=PENDING", job.slurm_job)
+        answer = _run("scancel", "--state=PENDING", *job.of_slurm.split())
         if answer.returncode and "Invalid job id" not in answer.stderr:
             raise UserError(f"SLURM job {job.slurm_job} of run {job.run_id} is not cancelled: {answer.stderr.strip()}")
         if not (now := look(now)).is_queued:
@@ -87,7 +94,7 @@ def cancel(job: JobRecord) -> JobRecord:
     if now.is_queued:
         raise UserError(
             f"SLURM job {job.slurm_job} of run {job.run_id} is not in the queue, and has not begun: `scancel "
-            f"{job.slurm_job}` ends it"
+            f"{job.of_slurm}` ends it"
         )
     if now.state != "lost":
         return now
@@ -100,5 +107,7 @@ def cancel(job: JobRecord) -> JobRecord:
 def _run(*words: str) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(words, capture_output=True, text=True, check=False, timeout=ASK_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(words, 1, "", f"SLURM did not answer within {ASK_S:g} s; try again later")
+    except OSError as error:
         return subprocess.CompletedProcess(words, 1, "", str(error))

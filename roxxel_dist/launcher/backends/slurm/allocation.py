@@ -176,7 +176,7 @@ def requeue(
     if state not in ALIVE_STATES:
         return Decision(again=False, why=f"{cause}; {job} is {state or 'unknown to SLURM'}: SLURM decides")
     if count >= max_requeues:
-        limit = f"it was {count} times, and --max-requeues is {max_requeues}"
+        limit = f"it was {count} times, and " * bool(count) + f"--max-requeues is {max_requeues}"
         return Decision(again=False, why=f"{cause}; not queued again: {limit}")
     return Decision(again=True, why=f"{cause}; {job} is queued again (requeue {count + 1} of {max_requeues})")
 
