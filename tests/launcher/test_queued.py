@@ -127,7 +127,8 @@ def test_one_question_is_for_all_jobs(
         job(number)
     slurm(f"5|{ME}|PENDING|Priority\n7|{ME}|PENDING|JobHeldAdmin")
     assert cli_jobs.ps(["--all"]) == 0
-    assert (tmp_path / "asked").read_text().count("\n") == 1
+    (asked,) = (tmp_path / "asked").read_text().splitlines()
+    assert "--jobs=5,6,7 --format=%A|" in asked, "%i would be 4_1 for a task of an array"
     rows = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()[1:]}
     assert "queued (Priority)" in rows["run-5"]
     assert " lost " in rows["run-6"]

@@ -39,7 +39,8 @@ def look_at(jobs: Sequence[JobRecord]) -> list[JobRecord]:
     for cluster, places in asked.items():
         numbers = ",".join(jobs[place].slurm_job for place in places)
         where = [f"--clusters={cluster}"] if cluster else []
-        answer = _run("squeue", "--noheader", f"--jobs={numbers}", *where, "--format=%i|%U|%T|%r")
+        # %A is also of a task of an array the number that its launcher knows.
+        answer = _run("squeue", "--noheader", f"--jobs={numbers}", *where, "--format=%A|%U|%T|%r")
         if answer.returncode and "Invalid job id" not in answer.stderr:
             continue
         said = {number: words for number, *words in (line.split("|") for line in answer.stdout.splitlines()) if words}
