@@ -62,7 +62,7 @@ def ps(words: list[str]) -> int:
             forgotten = index.forget()
             names = f": {', '.join(job.run_id for job in forgotten)}" if forgotten else ""
             info(f"{len(forgotten)} jobs removed from the list{names}")
-        jobs = [queued.look(job) for job in index.entries()]
+        jobs = queued.look_at(index.entries())
     recent = time.time() - index.FORGOTTEN_S
     shown = [job for job in jobs if args.all or not job.is_over or (job.state == "lost" and job.updated > recent)]
     if args.json:
@@ -83,6 +83,8 @@ def ps(words: list[str]) -> int:
 
 def _row(job: JobRecord) -> tuple[str, ...]:
     state = f"ended {job.code}" if job.state == "ended" else job.state
+    if reason := job.queue_reason.partition(",")[0].removeprefix("None"):
+        state += f" ({reason})"
     if not job.is_known:
         age = max(time.time() - job.updated, 0)
         units = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
@@ -124,7 +126,7 @@ def logs(words: list[str]) -> int:
             raise UserError(f"--rank {args.rank}: run {job.run_id} has the ranks 0 to {job.nprocs - 1}")
         log = job.launcher_log if args.launcher else Path(job.log_dir, f"rank-{args.rank}.log")
         if not log.exists() and (job.is_over or not args.follow):
-            _report_end(queued.look(job))
+            _report_end(job)
             others = ", ".join(sorted(path.name for path in log.parent.glob("*.log")))
             raise UserError(
                 f"{log} is not there: nothing was printed{'' if job.is_over else ' yet'}, or it was moved"
@@ -141,7 +143,7 @@ def _show(job: JobRecord, log: Path, count: int, *, follow: bool) -> JobRecord:
         info(f"{where}: this machine sees when the job ends, not when it is killed; Ctrl-C ends only this command")
     lines = tail.run_lines(log, job.run_id, last=count)
     tail.show(list(iter(lambda: next(lines), None)))
-    return tail.follow(lines, job) if follow else job.now()
+    return tail.follow(lines, job) if follow else queued.look(job)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,9 +158,9 @@ def attach(words: list[str]) -> int:
     """Follow a job to its end."""
     args = parse(AttachArgs, words, "attach")
     with usage_errors():
-        job = queued.look(_find(args.run, "attach"))
+        job = _find(args.run, "attach")
         if job.is_queued:
-            info(f"run {job.run_id} waits in the queue of SLURM (job {job.slurm_job}): its lines come when it runs")
+            info(queued.words(job))
         try:
             job = _show(job, job.launcher_log if job.detached else Path(job.log_dir, "rank-0.log"), LINES, follow=True)
         except KeyboardInterrupt:
@@ -184,9 +186,12 @@ def stop(words: list[str]) -> int:
     args = parse(StopArgs, words, "stop")
     with usage_errors():
         job = _find(args.run, "stop")
-        if job.is_queued and (job := queued.cancel(job)).is_over:
-            info(f"run {job.run_id} had not begun: SLURM job {job.slurm_job} is cancelled")
-            return 0
+        if job.is_queued:
+            if (job := queued.cancel(job)).is_over:
+                was = "waited to go on" if job.ran else "had not begun"
+                info(f"run {job.run_id} {was}: SLURM job {job.slurm_job} is cancelled")
+                return 0
+            _check_place(job, "stop")
         limit = job.grace + SLACK_S if args.timeout is None else args.timeout
         try:
             job = stop_job(job, kill=args.kill, timeout_s=limit)
@@ -249,12 +254,20 @@ def _find(name: str, command: str) -> JobRecord:
         raise
     if run is not None and trainer and job.is_over and name != job.run_id:
         raise UserError(_not_launched(run, command, trainer))
-    if command != "stop" or job.is_over or job.is_queued or job.is_here:  # the files of a job are where its record is
-        return job
+    job = queued.look(job)
+    if command == "stop":
+        _check_place(job, command)
+    return job
+
+
+def _check_place(job: JobRecord, command: str) -> None:
+    """Raise UserError where `command` needs the machine of the launcher: the files of a job are where its record is."""
+    if job.is_over or job.is_queued or job.is_here:
+        return
     if job.slurm_job:
         raise UserError(
-            f"run {job.run_id} is SLURM job {job.slurm_job}: `scancel --batch --signal=INT {job.slurm_job}` asks its "
-            f"ranks to save and exit; `scancel {job.slurm_job}` ends it, also where it waits to be started again"
+            f"run {job.run_id} is SLURM job {job.slurm_job}: `scancel --batch --signal=INT {job.of_slurm}` asks its "
+            f"ranks to save and exit; `scancel {job.of_slurm}` ends it, also where it waits to be started again"
         )
     raise UserError(f"the launcher of run {job.run_id} runs on {job.controller.host}: use `{job.line(command)}`")
 
@@ -280,11 +293,9 @@ def _report_end(job: JobRecord) -> None:
     if not job.is_over and not job.path.exists():
         info(f"run {job.run_id} was not started, or its run directory was deleted: there is no record of it")
     elif job.is_queued:
-        info(f"run {job.run_id} waits in the queue of SLURM (`squeue -j {job.slurm_job}`)")
+        info(queued.words(job))
     elif job.state == "lost" and job.slurm_job and not job.ran:
-        info(
-            f"run {job.run_id} never began, and SLURM job {job.slurm_job} is gone: `sacct -j {job.slurm_job}` says why"
-        )
+        info(f"run {job.run_id} never began, and SLURM job {job.slurm_job} is gone: `sacct -j {job.of_slurm}` says why")
     elif job.state == "lost":
         info(f"run {job.run_id} is lost: its launcher (pid {job.controller.pid}) was killed, and its ranks with it")
     elif job.state == "ended":

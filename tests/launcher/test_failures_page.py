@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from roxxel_dist.cluster.stop_requests import BATCH_JOB, kills
 from roxxel_dist.launcher.policy.outcome import AttemptResult, RankExit
 from roxxel_dist.launcher.policy.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED, Cause, classify
 
@@ -27,6 +28,12 @@ OF_THE_LAUNCHER = {69, 124, EXIT_GIVEN_UP, 137}
 def table() -> list[list[str]]:
     """The cells of each row."""
     lines = PAGE.read_text().partition("## Table of failures")[2].partition("\nNotes:")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+
+
+def senders() -> list[list[str]]:
+    """The cells of each row about who asks a job to end."""
+    lines = PAGE.read_text().partition("## Who asks a job to end")[2].partition("\n## ")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
 
 
@@ -82,3 +89,40 @@ def test_no_other_page_has_a_row_about_the_end_of_a_rank_or_an_agent() -> None:
     repeated = re.compile(r"^\| (?:A rank|An agent|The agent|A hang)\b[^|]*\|.*\b[Rr]estart", re.MULTILINE)
     pages = [page for page in DOCS.rglob("*.md") if page != PAGE]
     assert {page.name: found for page in pages if (found := repeated.findall(page.read_text()))} == {}
+
+
+@pytest.mark.parametrize("row", senders(), ids=lambda row: row[0])
+def test_the_signals_of_a_sender_are_one_request(row: list[str]) -> None:
+    """At the times of the page, and late by a second, as on a busy machine."""
+    sender, signals, _ = row
+    in_batch_job = sender.startswith(("SLURM", "LSF", "PBS", "Grid Engine", "Flux"))
+    numbers = [signal.Signals[name] for name in re.findall(r"SIG[A-Z0-9]+", signals)]
+    apart = re.search(r"(\d+) s apart", signals)
+    assert numbers or signals.startswith("as systemd"), row
+    assert len(numbers) < 2 or apart or "together" in signals or "GraceTime" in signals, "when does the second come?"
+    gap = float(apart[1]) if apart else 30.0 if "GraceTime" in signals else 0.0
+    for late in (0.0, 1.0):
+        sent = [(number, place * (gap + late)) for place, number in enumerate(numbers)]
+        for place, (number, when) in enumerate(sent):
+            assert not kills(number, sent[:place], when, batch_job=in_batch_job), (row, number)
+
+
+@pytest.mark.parametrize(
+    "sender", ["systemd", "timeout", "supervisord", "SLURM", "LSF", "PBS", "Kubernetes", "docker", "spot"]
+)
+def test_each_kind_of_sender_has_a_row_with_its_time(sender: str) -> None:
+    rows = [row for row in senders() if sender in row[0]]
+    assert rows
+    assert all(len(row) == 3 and row[2] for row in rows)
+
+
+def test_a_batch_system_of_the_page_is_known_by_a_variable() -> None:
+    known = {
+        "SLURM": "SLURM_JOB_ID",
+        "LSF": "LSB_JOBID",
+        "PBS": "PBS_JOBID",
+        "Grid Engine": "SGE_O_HOST",
+        "Flux": "FLUX_JOB_ID",
+    }
+    assert {*known.values()} <= {*BATCH_JOB}
+    assert all(any(row[0].startswith(name) for row in senders()) for name in known)

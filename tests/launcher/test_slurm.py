@@ -124,12 +124,21 @@ def test_the_signal_before_the_time_limit_queues_the_job_again(desk: Callable[[]
     number = two.launch("--nodes", 2, "--run-id", "first", "--", "bash", "-c", DRAIN)
     two.up(2)
     two.slurm.run("scancel", "--batch", "--signal=TERM", number)  # what `#SBATCH --signal=B:TERM@…` has SLURM do
+    attached = two.slurm.popen(
+        sys.executable, "-m", "roxxel_dist", "attach", "first", cwd=two.folder, stdout=-1, stderr=-1
+    )
     seen = set()
     while (job := two.slurm.job(number))["JobState"] not in OVER:
+        if (job["JobState"], job["Restarts"]) == ("PENDING", "1") and "PENDING" not in seen:
+            (listed,) = json.loads(two.look("ps", "--json").stdout)
+            assert (listed["state"], listed["code"], listed["ranks"]) == ("queued", 42, [])
+            assert "waits again in the queue of SLURM (job 1" in two.look("logs", "first").stderr
         seen.add(job["JobState"])
         time.sleep(0.05)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), two.log()
     assert "PENDING" in seen
+    assert attached.communicate(timeout=60)[0].count(b"# 20") == 2, "it goes on over a requeue"
+    assert attached.returncode == 0
     assert "job 1 is queued again (requeue 1 of 100)" in two.log()
     (logs,) = two.folder.glob("runs/run_first/logs")
     text = (logs / "rank-1.log").read_text()
@@ -194,6 +203,25 @@ def test_a_job_in_the_queue_is_listed_followed_and_stopped(desk: Callable[[], De
     assert attached.returncode == 0, err
     assert b"it runs" in out
     here.slurm.wait(third, "COMPLETED")
+
+
+@pytest.mark.cluster
+def test_a_held_requeued_and_suspended_job_is_shown_as_it_is(desk: Callable[[], Desk]) -> None:
+    here = desk()
+    job = here.launch("--nodes", 2, "--run-id", "first", "--", "bash", "-c", PREEMPTED)
+    here.up(2)
+    here.slurm.run("scontrol", "suspend", job)
+    here.slurm.wait(job, "SUSPENDED")
+    here.until(lambda: "SLURM suspends the job" in here.log(), "its word")
+    here.slurm.run("scontrol", "resume", job)
+    here.until(lambda: "SLURM resumed the job after" in here.log(), "its word")
+    here.slurm.run("scontrol", "requeuehold", job)
+    here.until(lambda: json.loads(here.look("ps", "--json").stdout)[0]["state"] == "queued", "the queue")
+    here.until(lambda: f"`scontrol release {job}` lets it start" in here.look("logs", "first").stderr, "the reason")
+    stopped = here.look("stop", "first")
+    assert (stopped.returncode, f"waited to go on: SLURM job {job} is cancelled" in stopped.stderr) == (0, True)
+    here.slurm.wait(job, "CANCELLED")
+    assert not json.loads(here.look("ps", "--json").stdout)
 
 
 @pytest.mark.cluster

@@ -1,5 +1,6 @@
 """`launch slurm` without SLURM: the script, the words of its steps, and when a job is queued again."""
 
+import json
 import re
 import signal
 import subprocess
@@ -65,6 +66,18 @@ def test_a_machine_without_sbatch_is_not_fit_and_nothing_is_made(tmp_path: Path,
     assert (told.returncode, told.stdout) == (69, "")
     assert "there is no `sbatch` on this machine: run this on a login node" in told.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_job_of_another_cluster_is_known_as_one(tmp_path: Path, cli: Launch) -> None:
+    """Where --clusters is given, sbatch prints the number and the name."""
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho '5;far'\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    state = {"PATH": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state"), "HOME": str(tmp_path)}
+    told = cli("launch", "slurm", "--slurm-clusters", "far", "--run-id", "a", "--", "true", cwd=tmp_path, environ=state)
+    assert (told.returncode, told.stdout) == (0, "5\n"), told.stderr
+    assert "(`squeue -j 5 --clusters=far`, `scancel 5 --clusters=far`)" in told.stderr
+    written = json.loads((tmp_path / "runs" / "run_a" / "logs" / "launcher.json").read_text())
+    assert (written["state"], written["slurm_job"], written["slurm_cluster"]) == ("queued", "5", "far")
 
 
 def test_options_for_sbatch_are_taken_from_the_launchers_own() -> None:
@@ -234,6 +247,12 @@ def test_when_a_job_is_queued_again(result: JobResult, state: str, restarts: int
     assert told.again is asked
     assert words in told.why
     assert bool(words) == bool(told.why)
+
+
+def test_slurms_own_requeue_is_said_to_be_one() -> None:
+    inside = Allocation(job_id="7", nodelist="n1", batch=True, restarts=0, node="n1")
+    told = requeue(JobResult(code=42, requested=TERM), inside, 3, "COMPLETING", in_queue=True)
+    assert (told.again, told.why) == (False, "SLURM asked it to end, and has queued job 7 again")
 
 
 def test_an_interactive_job_is_never_queued_again() -> None:

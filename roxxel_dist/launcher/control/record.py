@@ -10,10 +10,11 @@ import json
 import os
 import shlex
 import socket
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.file_lock import is_held, process_record
 from roxxel_dist.cluster.process_stat import STARTED, STATE, stat
 from roxxel_dist.launcher.job.spec import RUN_ID
@@ -94,10 +95,15 @@ class JobRecord:
     restarts: tuple[Restart, ...] = ()
     """The last `KEPT_RESTARTS`, in order."""
     code: int | None = None
-    """The exit code of the job; None where it has not ended, or was lost."""
+    """The exit code of the job; None where it has not ended, or was lost. Of one that is queued again: of its last
+    start."""
     detached: bool = False
     slurm_job: str = ""
     """The number of its SLURM job."""
+    slurm_cluster: str = ""
+    """The cluster that has it, where sbatch named one (--clusters)."""
+    queue_reason: str = ""
+    """Why SLURM has not started a queued job, in its word: Priority, PartitionDown, JobHeldUser …; "" if not asked."""
     ran: bool = False
     """Whether its ranks were started; False for a job that preflight refused."""
     takes_hosts: bool = False
@@ -143,6 +149,11 @@ class JobRecord:
         """What a person types, here, for `command` of this job."""
         there = () if self.is_here else ("ssh", self.controller.host)
         return shlex.join([*there, "roxxel-dist", command, self.run_id if self.is_here else self.run_dir])
+
+    @property
+    def of_slurm(self) -> str:
+        """The words by which SLURM's commands know its SLURM job: the number, and a cluster that sbatch named."""
+        return self.slurm_job + f" --clusters={self.slurm_cluster}" * bool(self.slurm_cluster)
 
     @property
     def launcher_log(self) -> Path:
@@ -194,6 +205,11 @@ def read(path: Path) -> JobRecord | None:
         if was_lost:
             return replace(record, state="lost", ranks=())
         was_lost = True  # read it again: the end may have been written between the two looks
+
+
+def write(record: JobRecord, path: Path) -> None:
+    """Replace the record in a file. Raises OSError."""
+    write_file(path, json.dumps(asdict(record)) + "\n", sync=False)
 
 
 def from_values(values: Any, log_dir: str) -> JobRecord:

@@ -1,12 +1,11 @@
 """Keeps the record of a job while its controller lives."""
 
 import contextlib
-import json
 import os
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +21,7 @@ from roxxel_dist.launcher.control.record import (
     lock_of,
     read,
     this_process,
+    write,
 )
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.claims import folder
@@ -47,6 +47,7 @@ class JobRecorder:
         started: Callable[[JobRecord], None] | None = None,
         detached: bool = False,
         slurm_job: str = "",
+        slurm_cluster: str = "",
     ) -> None:
         begun = time.time()
         self._started = started
@@ -69,6 +70,7 @@ class JobRecorder:
             grace=job.grace,
             detached=detached or started is not None,
             slurm_job=slurm_job,
+            slurm_cluster=slurm_cluster,
             takes_hosts=backend.takes_hosts and job.is_restartable,
             first_rank=job.first_rank,
         )
@@ -86,6 +88,8 @@ class JobRecorder:
             self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
             with contextlib.suppress(FileNotFoundError, ValueError):
                 before = read(path)
+                if before and before.slurm_job == self.entry.slurm_job:  # only who submits it learns the cluster
+                    self.entry = replace(self.entry, slurm_cluster=before.slurm_cluster)
                 self._before = None if before and before.is_queued else path.read_text(encoding="utf-8")
         except OSError as error:
             self._unusable = error  # preflight reports it
@@ -94,10 +98,10 @@ class JobRecorder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.entry.state != "ended":  # an exception of the launcher
+        if not (self.entry.is_over or self.entry.is_queued):  # an exception of the launcher
             self.end(1)
         if self._folder is not None:
-            if not self.entry.ran:
+            if not (self.entry.ran or self.entry.is_queued):
                 with contextlib.suppress(OSError):
                     self._withdraw(self._folder)
             os.close(self._folder)
@@ -107,11 +111,19 @@ class JobRecorder:
     def queue(self) -> None:
         """Enter the job as one that a batch system has, and is to start."""
         self.entry = replace(self.entry, state="queued")
+        self._replace()
+
+    def settle(self, code: int) -> None:
+        """End a job that the batch system has refused to queue again, when the context is closed."""
+        self.entry = replace(self.entry, state="ended", code=code, ended=time.time())
+        self._replace()
+
+    def _replace(self) -> None:
         path = self.entry.path
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             if (lock := take_lock(lock_of(path))) is not None:  # else another one's job goes on there
-                write_file(path, json.dumps(asdict(self.entry)) + "\n", sync=False)
+                write(self.entry, path)
                 enter(self.entry)
                 release_lock(lock)
 
@@ -157,7 +169,7 @@ class JobRecorder:
             where = os.readlink(folder)
             if where != self.entry.log_dir and os.path.isdir(where):  # it was moved
                 self._kept = self.entry = replace(self.entry, log_dir=where)
-            write_file(folder / self.entry.path.name, json.dumps(asdict(self.entry)) + "\n", sync=False)
+            write(self.entry, folder / self.entry.path.name)
             if self.entry.path != self._entered:
                 enter(self.entry)
                 self._entered = self.entry.path
@@ -178,6 +190,10 @@ class JobRecorder:
         now = self.entry
         last = Restart(attempt=now.attempt, time=time.time(), step=now.step, cause=cause)
         self.update(state="restarting", restarts=(*now.restarts, last)[-KEPT_RESTARTS:])
+
+    def queue_again(self, code: int) -> None:
+        """The job ended so, and a batch system is to start it again."""
+        self.update(state="queued", code=code, ranks=())
 
     def end(self, code: int) -> int:
         """The job is over; returns its code."""

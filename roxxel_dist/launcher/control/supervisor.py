@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -62,8 +62,10 @@ def run(job: JobSpec, backend: Backend, recorder: JobRecorder | None = None) -> 
     return supervise(job, backend, recorder or JobRecorder(job, backend)).code
 
 
-def supervise(job: JobSpec, backend: Backend, recorder: JobRecorder) -> JobResult:
-    """As `run`; returns more about the end."""
+def supervise(
+    job: JobSpec, backend: Backend, recorder: JobRecorder, goes_on: Callable[[JobResult], bool] | None = None
+) -> JobResult:
+    """As `run`; returns more about the end. `goes_on` says of it whether a batch system is to start the job again."""
     with recorder:
         with (
             Console(all_ranks=job.all_ranks, first=job.first_rank) as console,
@@ -76,7 +78,11 @@ def supervise(job: JobSpec, backend: Backend, recorder: JobRecorder) -> JobResul
                 notifier.send("end", controller.last_words, code=result.code)
                 notifier.close(signals.wait)
                 controller.repeat_failure(notifier)
-        recorder.end(result.code)  # only now: `attach` and `logs` stop reading then
+        # Only now: `attach` and `logs` stop reading at the end.
+        if goes_on is not None and goes_on(result):
+            recorder.queue_again(result.code)
+        else:
+            recorder.end(result.code)
     return result
 
 

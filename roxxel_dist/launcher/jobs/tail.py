@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from roxxel_dist.launcher.control.record import JobRecord, read
-from roxxel_dist.launcher.jobs.queued import ASK_S, look
-from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.launcher.jobs.queued import ASK_S, look, words
+from roxxel_dist.launcher.output.console import info, printable
 
 PAUSE_MS = 100
 BLOCK = 1 << 18
@@ -107,15 +107,24 @@ def follow(lines: Iterator[bytes | None], job: JobRecord) -> JobRecord:
 
     Raises BrokenPipeError when the reader of stdout is gone.
     """
-    asked = -math.inf  # a batch system that has the job
+    asked, said, waits = -math.inf, job.queue_reason, job.is_queued  # of a batch system that has the job
     reader = select.poll()
     reader.register(sys.stdout.fileno(), 0)  # only to learn that its reader is gone
     while True:
         record = read(job.path)  # before the log: the last output must not be missed
         show(iter(lambda: next(lines), None))
-        if record is not None and record.is_queued and time.monotonic() >= asked + ASK_S:
-            asked, record = time.monotonic(), look(record)
-        if record is None or record.is_over:
-            return record or job
+        if record is None:
+            return job
+        if record.is_over or record.is_queued or not record.is_known:
+            if time.monotonic() >= asked + ASK_S:
+                asked, record = time.monotonic(), look(record)
+                waits = record.is_queued
+                if waits and record.queue_reason != said:
+                    info(words(record))
+                    said = record.queue_reason
+            if record.is_over and not waits:
+                return record
+        else:
+            waits, said = False, ""
         if reader.poll(PAUSE_MS):
             raise BrokenPipeError

@@ -115,16 +115,24 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, allocation: Allocatio
     recorder = JobRecorder(job, backend, detached=detached, slurm_job=allocation.job_id if allocation.node else "")
     if detached:
         print(header(recorder.entry), end="", flush=True)
+    decision = Decision(again=False)
+
+    def goes_on(result: JobResult) -> bool:
+        """Whether the job is in SLURM's queue again, or is to be put there."""
+        nonlocal decision
+        description = _scontrol("show", "job", "-o", allocation.job_id).stdout if allocation.batch else ""
+        state, count = (re.search(rf"\b{name}=(\w+)", description) for name in ("JobState", "Restarts"))
+        in_queue = count is not None and int(count[1]) > allocation.restarts
+        decision = requeue(result, allocation, max_requeues, state[1] if state else "", in_queue=in_queue)
+        return decision.again or in_queue
+
     try:
         if backend.grow is not None:
             backend.grow.submit(Path(backend.directory, job.log_dir, "grow.log"))
-        result = supervise(job, backend, recorder)
+        result = supervise(job, backend, recorder, goes_on)
     finally:
         if backend.grow is not None:
             backend.grow.cancel()
-    description = _scontrol("show", "job", "-o", allocation.job_id).stdout if allocation.batch else ""
-    state = re.search(r"\bJobState=(\w+)", description)
-    decision = requeue(result, allocation, max_requeues, state[1] if state else "")
     if decision.why:
         info(decision.why)
     if decision.again:
@@ -132,13 +140,18 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, allocation: Allocatio
         if answer.returncode == 0:
             time.sleep(KILLED_IN_S)  # a process that exits before SLURM ends it would show as FAILED
         else:
+            recorder.settle(result.code)
             reason = answer.stderr.strip() or f"scontrol ended with {answer.returncode}"
             info(f"job {allocation.job_id} was not queued again: {reason}")
     return result.code
 
 
-def requeue(result: JobResult, allocation: Allocation, max_requeues: int, state: str) -> Decision:
+def requeue(
+    result: JobResult, allocation: Allocation, max_requeues: int, state: str, *, in_queue: bool = False
+) -> Decision:
     """Whether to requeue a job that ended so; `state` is SLURM's JobState, empty if it no longer knows the job.
+
+    `in_queue`: SLURM has queued it again already.
 
     SLURM asks with SIGTERM, or with the signal that the user chose, some time before the limit. A person asks with
     Ctrl-C or `roxxel-dist stop` (SIGINT). A job that is no longer RUNNING is ended by SLURM: after `scancel` it must
@@ -158,10 +171,12 @@ def requeue(result: JobResult, allocation: Allocation, max_requeues: int, state:
     if result.idle:
         cause += "; there was no time for a step, which a longer --slurm-time gives"
     job, count = f"job {allocation.job_id}", allocation.restarts
+    if in_queue:
+        return Decision(again=False, why=f"{cause}, and has queued {job} again")
     if state not in ALIVE_STATES:
         return Decision(again=False, why=f"{cause}; {job} is {state or 'unknown to SLURM'}: SLURM decides")
     if count >= max_requeues:
-        limit = f"it was {count} times, and --max-requeues is {max_requeues}"
+        limit = f"it was {count} times, and " * bool(count) + f"--max-requeues is {max_requeues}"
         return Decision(again=False, why=f"{cause}; not queued again: {limit}")
     return Decision(again=True, why=f"{cause}; {job} is queued again (requeue {count + 1} of {max_requeues})")
 

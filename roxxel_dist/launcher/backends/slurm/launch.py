@@ -244,7 +244,7 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
     sbatch = subprocess.run(
         ["sbatch", "--parsable"], input=text, env=environment, capture_output=True, text=True, check=False
     )
-    message, job_id = sbatch.stderr.strip(), sbatch.stdout.strip().partition(";")[0]
+    message, (job_id, _, cluster) = sbatch.stderr.strip(), sbatch.stdout.strip().partition(";")
     if sbatch.returncode != 0:
         info(f"not submitted: {message or f'sbatch ended with {sbatch.returncode} and said nothing'}")
         return EXIT_FAILED
@@ -253,8 +253,10 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
     print(job_id, flush=True)
     backend = SlurmBackend("", [f"node {number}" for number in range(count)])
     moved = dataclasses.replace(job, log_dir=log.parent)
-    JobRecorder(moved, backend, detached=True, slurm_job=job_id).queue()
-    info(f"run {job.run_id} is SLURM job {job_id} (`squeue -j {job_id}`, `scancel {job_id}`)")
+    recorder = JobRecorder(moved, backend, detached=True, slurm_job=job_id, slurm_cluster=cluster)
+    recorder.queue()
+    of_slurm = recorder.entry.of_slurm
+    info(f"run {job.run_id} is SLURM job {job_id} (`squeue -j {of_slurm}`, `scancel {of_slurm}`)")
     info(f"when it runs: `roxxel-dist attach {job.run_id}`; its lines are in {request.passed.get('output') or log}")
     return 0
 
