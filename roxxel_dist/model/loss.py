@@ -198,4 +198,7 @@ def auto_chunks(rows: int, length: int, vocabulary: int) -> int:
     chunks = -(-4 * here[0] * here[1] // (GPU_CHUNK_BYTES if platform == "gpu" else CHUNK_BYTES))
     if platform != "cpu":
         chunks = min(chunks, -(-here[0] // LEAST_TOKENS))
+        # A few more, if they divide the tokens: nothing of them is padding then.
+        tokens = -(-length // token_shards(mesh))
+        chunks = next((count for count in range(chunks, chunks * 5 // 4 + 1) if count and tokens % count == 0), chunks)
     return 0 if chunks <= 1 else min(chunks, length)
