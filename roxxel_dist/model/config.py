@@ -302,9 +302,9 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     """Weight of the z-loss, which is minimized too and keeps logits small: the square of the logarithm of the softmax's
     sum, a mean over tokens (PaLM); 0 for none."""
     loss_chunk: int | str = "auto"
-    """Tokens of a batch, over all devices, whose logits and loss are computed at a time, and again in the backward
-    pass: with a large vocabulary they are most of the memory. auto: as many as have 64 MB of logits on each
-    device, on a GPU or TPU at least 2,048 of them. 0 for all at once."""
+    """Tokens of a batch, over all devices, whose logits, loss and gradient are computed at a time: with a large
+    vocabulary they are most of the memory. auto: as many as have 64 MB of logits on each device (1 GiB on a GPU), on
+    a GPU or TPU at least 2,048 of them. 0 for all at once."""
 
     def __post_init__(self) -> None:
         check_sizes({name: getattr(self, name) for name in ("dim", "num_blocks", "max_context", "vocab_size")})
