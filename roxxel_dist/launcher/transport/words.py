@@ -14,6 +14,7 @@ ASIDE = re.compile(
     r"|^[IW]\d{4} \d\d:\d\d:\d\d\.\d+ |^Warning: Permanently added "
     r"|^Using ssh batch size of |^SSH: Attempting to connect |-{2}troubleshoot\b|^Recommendation: To check "
     r"|^Or, to investigate |^\*\* |^debug\d: "
+    r"|^It looks like you are trying to use a client-go credential plugin|^To learn more about |^\s*https?://\S+$"
 )
 """What ssh, kubectl, gcloud and others say beside what is wrong, or where nothing is."""
 HOST_KEY = "Host key verification failed."
