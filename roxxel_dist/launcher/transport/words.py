@@ -27,7 +27,7 @@ CLOSED = re.compile(
     r"|^ssh_dispatch_run_fatal: |^client_loop: |^Disconnected from |^Received disconnect |^stdio forwarding failed"
     rf"|^{HOST_KEY}$|{DENIED}|^Permission denied, please try again\.$|{PLUGIN}"
 )
-"""What ssh, or kubectl, says at last, whatever has ended a connection that it could not make: why is said before."""
+"""What ssh, or kubectl, says at last, whatever has ended a connection that it could not make; the cause is above."""
 COLOUR = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 KEY_COMMAND = re.compile(r"^\s*ssh-keygen -f .* -R .*")
 """How ssh says that an old key of a host is removed."""
