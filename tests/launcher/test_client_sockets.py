@@ -79,7 +79,8 @@ from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import HostQuestions
 with HostPool(SshBackend(("h1", "h2"), config=sys.argv[1])) as pool:
     questions = HostQuestions(pool)
-    answers = questions.ask({"h1": {"ask": "code"}, "h2": {"ask": "code"}}, 8)
+    facts = {"ask": "facts", "run_dir": None, "data_path": None, "resume": False, "compare": False}
+    answers = questions.ask({"h1": facts, "h2": facts}, 8)
 print(*answers, *questions.unreachable.items())
 """
 FULL = "meta length > 1000 drop"
@@ -89,6 +90,9 @@ LINKS = {
     "all that comes to the host": (("h2", FULL), TAKEN),
     "ssh to the host alone": (("h2", f"tcp dport 22 {FULL}"), TAKEN),
     "ssh on its way back": (("controller", f"ip saddr 10.77.0.2 {FULL}"), "are packets of full size lost on the way"),
+    "packets of full size alone, on their way back": (
+        ("controller", "ip saddr 10.77.0.2 meta length > 1400 drop"), "are packets of full size lost on the way",
+    ),
 }  # fmt: skip
 
 

@@ -67,7 +67,11 @@ CAME_BACK: dict[str, tuple[str, str | None]] = {
         r"(?<=used: )Error when retrieving token from sso: .* refresh failed; who runs --via has to log in again",
     ),
     "a plugin that is not there": (
-        ends("Unable to connect to the server: getting credentials: exec: executable aws not found"),
+        ends(
+            "Unable to connect to the server: getting credentials: exec: executable aws not found",
+            "It looks like you are trying to use a client-go credential plugin that is not installed.",
+            *("To learn more about this feature, consult the documentation available at:", "      https://k.io/x#y"),
+        ),
         r"(?<=used: )Unable to connect to the server: getting credentials: exec: executable aws not found",
     ),
     "a certificate of the server": (

@@ -22,6 +22,8 @@ behind a cut link."""
 CONNECT_S = 5.0
 BULK = b"roxxel-dist" * 6000
 """As much as a rank sends at once: a path may lose packets of full size, and pass all small ones."""
+FILL = 16384
+"""Letters of a host's first answer that say nothing: lines of ranks will be as long, and the link has to carry them."""
 STUCK = f"small packets pass, and {len(BULK) // 1024} KiB do not within {CONNECT_S:g} s"
 MTU, MTU_V6 = (socket.IPPROTO_IP, 14), (getattr(socket, "IPPROTO_IPV6", 41), 24)
 """Options of a Linux socket that Python does not name: the largest packet of its path, as far as the kernel knows."""
@@ -61,7 +63,7 @@ def answer(question: Message, held: ExitStack) -> Message:
         match question["ask"]:
             case "facts":
                 held.close()
-                reply = gather(question)
+                reply = gather(question) | {"fill": os.urandom(FILL // 2).hex()}
                 if question.get("checks") is not None:
                     reply["checks"] = _start_checks(question["checks"], reply, held)
             case "checks":

@@ -157,6 +157,8 @@ def _check(
     checks = {host: devices.question(host) for host in hosts} if devices is not None else {}
     asked = asdict(requirements)
     infos = questions.ask({host: {"ask": "facts", **asked, "checks": checks.get(host)} for host in hosts})
+    for info in infos.values():
+        info.pop("fill", None)
     for host in [host for host in infos if "why" in infos[host]]:
         questions.unreachable[host] = infos.pop(host)["why"]
     if not infos:

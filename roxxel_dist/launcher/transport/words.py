@@ -14,6 +14,7 @@ ASIDE = re.compile(
     r"|^[IW]\d{4} \d\d:\d\d:\d\d\.\d+ |^Warning: Permanently added "
     r"|^Using ssh batch size of |^SSH: Attempting to connect |-{2}troubleshoot\b|^Recommendation: To check "
     r"|^Or, to investigate |^\*\* |^debug\d: "
+    r"|^It looks like you are trying to use a client-go credential plugin|^To learn more about |^\s*https?://\S+$"
 )
 """What ssh, kubectl, gcloud and others say beside what is wrong, or where nothing is."""
 HOST_KEY = "Host key verification failed."
@@ -26,7 +27,7 @@ CLOSED = re.compile(
     r"|^ssh_dispatch_run_fatal: |^client_loop: |^Disconnected from |^Received disconnect |^stdio forwarding failed"
     rf"|^{HOST_KEY}$|{DENIED}|^Permission denied, please try again\.$|{PLUGIN}"
 )
-"""What ssh, or kubectl, says at last, whatever has ended a connection that it could not make: why is said before."""
+"""What ssh, or kubectl, says at last, whatever has ended a connection that it could not make; the cause is above."""
 COLOUR = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 KEY_COMMAND = re.compile(r"^\s*ssh-keygen -f .* -R .*")
 """How ssh says that an old key of a host is removed."""
