@@ -160,7 +160,7 @@ def attend(
 def padded(config: ModelConfig, x_BxLxD: jax.Array, metadata: AttentionMetadata) -> tuple[jax.Array, AttentionMetadata]:
     """The input of the first block with padding behind its rows, where the kernel would else pad them in each layer.
 
-    No token sees what is behind it. Much padding costs more in the layers' products than what it saves.
+    No token sees what is behind it. Much padding would cost more in the products of the layers.
     """
     rows, length = x_BxLxD.shape[:2]
     packed = metadata.segments_BxL is not None

@@ -1,11 +1,13 @@
 """`roxxel_dist.attention` against all scores at once in float64, on every kind of mesh."""
 
 import contextlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cudnn_by_xla import cudnn_by_xla
 from dense_attention import dense_attention
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,6 +18,7 @@ from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, phase_mesh
 from roxxel_dist.model.attend import attend
 from roxxel_dist.model.kv_cache import AttentionMetadata
 
+__all__ = ["cudnn_by_xla"]
 MESHES = {
     "none": lambda rows: None,
     "8 devices": lambda rows: phase_mesh(make_mesh(8), rows),
@@ -144,3 +147,14 @@ def test_what_does_not_fit_is_refused_in_one_line(changes, message):
     assert str(refused.value).startswith("attention: ")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("capability", "calls"), [("9.0", True), ("7.0", False)])
+def test_a_cut_row_on_gpus_is_by_cudnn_where_they_have_it(capability, calls, cudnn_by_xla, monkeypatch):
+    gpu = SimpleNamespace(platform="gpu", device_kind="of a test", compute_capability=capability)
+    monkeypatch.setattr("roxxel_dist.model.attend.device_type", lambda mesh=None: gpu)
+    *arrays, _, _ = inputs(1, 512, 2, 1, jnp.bfloat16, sizes=(16, 16))
+    found = with_gradients(phase_mesh(make_mesh(2), 1), *arrays)
+    for mine, whole in zip(found, dense_attention(*arrays), strict=True):
+        np.testing.assert_allclose(mine.astype(np.float32), whole, atol=2e-2 * np.abs(whole).max())
+    assert bool(cudnn_by_xla) == calls
