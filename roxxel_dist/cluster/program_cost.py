@@ -96,7 +96,7 @@ class Instruction:
 
     @cached_property
     def path(self) -> str:
-        """Its `op_name`: where it was traced; "" for what the compiler added."""
+        """Its `op_name`: where it was traced; "" if the compiler added it."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
         return found[1] if found else ""
 

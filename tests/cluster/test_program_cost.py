@@ -347,7 +347,7 @@ def test_kernels_of_a_loop_are_launched_in_each_turn():
     assert [(kernel.name, kernel.launches) for kernel in found.kernels] == [("c", 1), ("new", 5), ("same", 5)]
     assert found.launches == 11
     assert sum(kernel.launches * kernel.bytes_accessed for kernel in found.kernels) == found.bytes_accessed
-    # A copy that the compiler added is of what it copies.
+    # A copy that the compiler added belongs to its operand.
     assert [kernel.paths for kernel in found.kernels] == [(), *[("jit(step)/while/body/add",)] * 2]
 
 
