@@ -99,7 +99,7 @@ class Instruction:
 
     @cached_property
     def path(self) -> str:
-        """Its `op_name`: where it was traced; "" for what the compiler added."""
+        """Its `op_name`: where it was traced; "" if the compiler added it."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
         return found[1] if found else ""
 
@@ -390,6 +390,9 @@ class _Analysis:
         """Read and written. What a fusion takes a slice of counts as that slice, and what it updates in place as the
         update."""
         results, operands = each.results, self._operands(where, each)
+        if re.search(r'custom_call_target="__cu(blas|dnn)', each.rest) and len(results) > 1:
+            # The last one is memory that the library may use, 32 MiB for each product: it need not touch it.
+            results = results[:-1] if results[-1].dtype in ("s8", "u8") else results
         if each.opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * sum(array.memory_bytes for array in results)
         if each.opcode in ("dynamic-update-slice", "scatter"):

@@ -64,7 +64,9 @@ GPUS = {
     "b200": Gpu("NVIDIA B200", (10, 0), 148, 128, 228, 126, 1.97, 190_000_000_000, 8000),
 }
 GPU_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-"""To measure kernels needs the device. Of some Triton kernels XLA finds no configuration without measuring."""
+"""To measure kernels needs the device: there XLA takes the faster of cuBLAS and Triton for each matrix product. Without
+measuring it takes Triton for all of them, with tiles that nothing chose, and compiles some for minutes. All else is as
+on the device."""
 
 
 class MissingCompiler(Exception):

@@ -347,7 +347,7 @@ def test_kernels_of_a_loop_are_launched_in_each_turn():
     assert [(kernel.name, kernel.launches) for kernel in found.kernels] == [("c", 1), ("new", 5), ("same", 5)]
     assert found.launches == 11
     assert sum(kernel.launches * kernel.bytes_accessed for kernel in found.kernels) == found.bytes_accessed
-    # A copy that the compiler added is of what it copies.
+    # A copy that the compiler added belongs to its operand.
     assert [kernel.paths for kernel in found.kernels] == [(), *[("jit(step)/while/body/add",)] * 2]
 
 
@@ -378,3 +378,18 @@ def test_a_buffer_without_a_value_moves_nothing():
     lines = ('ROOT %a = f32[1024]{0} custom-call(), custom_call_target="AllocateBuffer"',)
     found = program_cost(entry(*lines), [0])
     assert (found.bytes_accessed, found.kernels) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("result", "target", "written"),
+    [
+        ("(bf16[8,4]{1,0}, s8[33554432]{0})", "__cublas$lt$matmul", 8 * 4 * 2),
+        ("(bf16[8,4]{1,0}, f32[8]{0}, u8[4096]{0})", "__cudnn$norm", 8 * 4 * 2 + 8 * 4),
+        ("s8[8,4]{1,0}", "__cublas$gemm", 8 * 4),  # a result
+        ("(bf16[8,4]{1,0}, s8[32]{0})", "another", 8 * 4 * 2 + 32),
+    ],
+)
+def test_the_scratch_memory_of_a_library_is_no_traffic(result, target, written):
+    call = f'ROOT %c = {result} custom-call(%a), custom_call_target="{target}"'
+    found = program_cost(entry("%a = bf16[8,16]{1,0} parameter(0)", call), [0])
+    assert found.bytes_accessed == 8 * 16 * 2 + written

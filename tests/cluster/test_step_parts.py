@@ -30,7 +30,7 @@ def test_the_innermost_named_scope_decides(paths, part):
 
 
 def test_a_gradient_keeps_the_scopes_of_what_it_is_of():
-    """Also that of a function with a gradient of its own, and of what is computed again."""
+    """Also of a function with its own gradient, and of blocks that are computed again."""
 
     @jax.custom_vjp
     def squared(x):

@@ -94,7 +94,7 @@ def test_hfu_counts_what_the_compiled_program_computes(corpus, tmp_path, monkeyp
         monkeypatch.setattr(module, "peak_flops", lambda *kind: 1e12)
     ratios, _ = utilisations(tmp_path / "known")
     assert len(ratios) > 1
-    # The usual count of a model of one's own has all its parameters in products: here the head's 16 x 500 alone are.
+    # The usual count has all parameters in products: here the head's 16 x 500 alone are.
     assert ratios == pytest.approx([8000 / 16_016] * len(ratios), rel=1e-6)
 
     def unreadable(*_):
