@@ -273,14 +273,13 @@ def test_bytes_that_are_no_utf_8(tmp_path, words):
 
 def test_a_machine_that_starts_no_thread(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    (tmp_path / "roxxel-dist" / "jobs").mkdir(parents=True)
-    (tmp_path / "roxxel-dist" / "jobs" / "x.0123456789abcdef").symlink_to(tmp_path / "gone")
 
     def start(_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("threading.Thread.start", start)
-    assert main(["ps"]) == 1
+    assert main(["ps"]) == 0
+    assert main(["launch", "local", "--nprocs", "1", "--", "true"]) == 1
     assert "no thread can be started: you have as many processes here as are allowed" in capsys.readouterr().err
 
 

@@ -201,11 +201,11 @@ def test_a_job_of_another_cluster_is_asked_of_that_one(slurm: Callable[[str], No
     """Its number may be that of another job here; squeue prints the name of a cluster above its jobs."""
     before = job("5", slurm_cluster="far")
     slurm(f"CLUSTER: far\n5|{ME}|PENDING|JobHeldUser")
-    assert "`scontrol release 5 --clusters=far`" in queued.words(queued.look(before))
+    assert "`scontrol release 5 -M far`" in queued.words(queued.look(before))
     assert cli_jobs.stop(["run-5"]) == 0
     asked = (tmp_path / "asked").read_text().splitlines()
-    assert all("--clusters=far" in line for line in asked), asked
-    assert "scancel --state=PENDING 5 --clusters=far" in asked
+    assert all("--clusters=far" in line or "-M far" in line for line in asked), asked
+    assert "scancel --state=PENDING 5 -M far" in asked
 
 
 def test_a_launcher_in_the_job_keeps_the_cluster_that_only_sbatch_named() -> None:

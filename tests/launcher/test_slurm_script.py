@@ -75,7 +75,7 @@ def test_a_job_of_another_cluster_is_known_as_one(tmp_path: Path, cli: Launch) -
     state = {"PATH": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state"), "HOME": str(tmp_path)}
     told = cli("launch", "slurm", "--slurm-clusters", "far", "--run-id", "a", "--", "true", cwd=tmp_path, environ=state)
     assert (told.returncode, told.stdout) == (0, "5\n"), told.stderr
-    assert "(`squeue -j 5 --clusters=far`, `scancel 5 --clusters=far`)" in told.stderr
+    assert "(`squeue -j 5 -M far`, `scancel 5 -M far`)" in told.stderr
     written = json.loads((tmp_path / "runs" / "run_a" / "logs" / "launcher.json").read_text())
     assert (written["state"], written["slurm_job"], written["slurm_cluster"]) == ("queued", "5", "far")
 

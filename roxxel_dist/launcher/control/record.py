@@ -153,7 +153,7 @@ class JobRecord:
     @property
     def of_slurm(self) -> str:
         """The words by which SLURM's commands know its SLURM job: the number, and a cluster that sbatch named."""
-        return self.slurm_job + f" --clusters={self.slurm_cluster}" * bool(self.slurm_cluster)
+        return self.slurm_job + f" -M {self.slurm_cluster}" * bool(self.slurm_cluster)
 
     @property
     def launcher_log(self) -> Path:
