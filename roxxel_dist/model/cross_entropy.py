@@ -273,8 +273,8 @@ def _reduced(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Arra
     if device_type(mesh).platform != "gpu" or (not mesh.empty and mesh.shape.get(TENSOR, 1) > 1):
         of_targets = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1), of_targets
-    # One pass through the logits in place of three: sums are kept beside the greatest of what was seen so far, and
-    # scaled where another is greater (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+    # One pass through the logits in place of three: a sum is kept beside the greatest logit so far, and is scaled where
+    # another is greater (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
     least = jnp.finfo(logits.dtype).min
 
     def merged(left: Any, right: Any) -> Any:

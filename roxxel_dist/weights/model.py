@@ -48,11 +48,13 @@ def slower_attention(
     config: Config, shapes: Sequence[Shape], kernel: AttentionKernel, devices: Sequence[Any] | None = None
 ) -> str:
     """The line of a run on devices whose own kernel does not take its attention: why, and what XLA's costs; or ""."""
+    if config.model is not None or kernel != "xla" or config.attention != "auto":
+        return ""
     device, model = (devices or jax.devices())[0], config.part(ModelConfig)
     native, packed = native_kernel(device), any(shape.packing == "documents" for shape in shapes)
     bf16, capped = config.use_bf16 or config.bf16_compute, config.attn_softcap is not None
     broken = broken_rule(native, device, key_size(model), bf16, packed, whole_rows=True, capped=capped)
-    if config.model is not None or kernel != "xla" or config.attention != "auto" or broken is None:
+    if broken is None:
         return ""
     length = max(shape.seq_len for shape in shapes) - 1
     moved = size(score_traffic(model.heads()[0], length, model.window if model.pattern is None else None))

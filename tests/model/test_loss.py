@@ -142,7 +142,7 @@ def test_a_logit_that_is_no_number_is_seen(monkeypatch, odd):
 
 
 def test_a_single_number_of_the_losses_has_its_own_gradient():
-    """What a loss of one's own makes of `token_losses`: its mean of some rows, without the second loss."""
+    """What an own loss makes of `token_losses`: its mean of some rows, without the second loss."""
     tokens, _ = batches()
     parts, params, rest, settings = taken(z_loss=0.1, weight_tying=False, loss_chunk=17)
 

@@ -74,7 +74,9 @@ def test_the_largest_part_is_named_with_what_would_change_it():
     line = largest(costs_of(ProgramCost(kernels=[*parts, kernel("mlp", flops=4 * 989.4e9)]), H200))
     assert line.startswith("largest: mlp, 4 of 7 ms (57%), mostly its matrix products: a smaller model")
     line = largest(costs_of(ProgramCost(kernels=[*parts, kernel("mlp", flops=989.4e9)]), H200))
-    assert line.startswith("largest: head_and_loss, 3 of 4 ms (75%), mostly the memory of the device: loss_chunk 0")
+    assert line.startswith(
+        "largest: head_and_loss, 3 of 4 ms (75%), mostly the memory of the device: a larger loss_chunk"
+    )
     assert largest(()) == ""
 
 
@@ -125,8 +127,10 @@ def test_each_part_of_a_step_has_its_kernels(fields, parts):
     costs = costs_of(cost, H200)
     found = {part.part: part for part in costs}
     expected = parts | {f"{part} backward" for part in parts} | {"optimizer"}
+    if fields is not None:  # the gradient of its loss is made in the forward pass
+        expected.discard("head_and_loss backward")
     assert expected <= set(found)
-    assert set(found) - expected <= {"casts", "casts backward", "other", "other backward"}
+    assert set(found) - expected <= {"casts", "casts backward", "other", "other backward", "head_and_loss backward"}
     # Nothing is lost, and next to no work is in no part.
     assert sum(part.flops for part in costs) == pytest.approx(cost.flops)
     assert sum(part.bytes for part in costs) == pytest.approx(cost.bytes_accessed)

@@ -127,7 +127,7 @@ CHANGES: dict[tuple[str, str] | str, str] = {
     MEMORY: "it reads and writes each token's numbers once or more: a smaller dim, or fewer blocks, has less of it",
     LINKS: "a larger batch_size has more tokens for each byte; with fsdp, fsdp_devices of one host spares the network",
     (HEAD_AND_LOSS, COMPUTE): "a smaller vocabulary has fewer logits, and more blocks make its share smaller",
-    (HEAD_AND_LOSS, MEMORY): "loss_chunk 0 makes all logits at once, where they fit; a smaller vocabulary has fewer",
+    (HEAD_AND_LOSS, MEMORY): "a larger loss_chunk sums its gradient less often; a smaller vocabulary has fewer logits",
     (ATTENTION, COMPUTE): "shorter rows, or sliding_window, have fewer pairs of tokens",
     (
         ATTENTION,
