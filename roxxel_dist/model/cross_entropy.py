@@ -238,7 +238,8 @@ def _weighted_forward(
         of_sums = weights_BxC * (1 + 2 * z_loss * log_sums) if z_loss else weights_BxC
         gradient = of_sums[..., None] * jnp.exp(logits - log_sums[..., None])
         gradient -= jnp.where(_is_target(logits, targets_BxC), weights_BxC[..., None], 0)
-        return *pull(gradient), Losses(log_sums - of_targets, log_sums)
+        of_arrays, of_x = pull(gradient)
+        return of_arrays, of_x, Losses(log_sums - of_targets, log_sums)
 
     def of_device(arrays: Arrays, *tokens: jax.Array) -> Any:
         if not chunks:
