@@ -206,7 +206,8 @@ def weighted_cross_entropy(
     The weights, float32, are constants too.
     """
     weights_BxL = jax.lax.stop_gradient(weights_BxL)
-    total, losses = _weighted((head, chunks, z_loss), arrays, x_BxLxD, targets_BxL, weights_BxL)
+    found: Any = _weighted((head, chunks, z_loss), arrays, x_BxLxD, targets_BxL, weights_BxL)
+    total, losses = found
     return total, jax.lax.stop_gradient(losses)
 
 
