@@ -3,6 +3,7 @@
 Last checked: jax 0.10.2 and 0.12.0.1. None of them has a public equivalent.
 """
 
+import inspect
 import os
 from collections import deque
 from contextlib import suppress
@@ -114,7 +115,10 @@ def _cudnn_options(
     }
     layout = fused.AttentionLayout.BTNH.value
     fused.check_is_flash_attention(q, k, v, layout, fused.check_cudnn_version(), bias is not None, True)
-    return {
+    # Since jax 0.12 a function may change the scores: here none does.
+    named = inspect.signature(fused._dot_product_attention_fwd_cuda_lowering).parameters
+    more = {name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in named}
+    return more | {
         "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (bias is not None, False),
         "mask_type": fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK, "layout": layout,
         "sliding_window_length": window,
