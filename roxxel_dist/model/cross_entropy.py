@@ -66,9 +66,11 @@ class ProductHead:
                 gradient = gradient * (1 - jnp.square(logits / self._cap))
             d = gradient.astype(x_BxCxD.dtype)  # as in any other layer; the product of it and x is not rounded
             wide = jnp.promote_types(d.dtype, jnp.float32)
-            of_matrix = jnp.einsum(
-                "bcv,bcd->vd" if self._tied else "bcv,bcd->dv", d, x_BxCxD, preferred_element_type=wide
-            )
+            if self._tied and d.dtype == wide:  # a tenth of a step faster on CPUs, which cannot do it in bfloat16
+                of_matrix = jnp.einsum("bcd,bcv->dv", x_BxCxD, d).T
+            else:
+                result = "bcv,bcd->vd" if self._tied else "bcv,bcd->dv"
+                of_matrix = jnp.einsum(result, d, x_BxCxD, preferred_element_type=wide)
             return [of_matrix], jnp.dot(d, matrix if self._tied else matrix.T)
 
         return logits, back
