@@ -97,6 +97,12 @@ def axes_spec(shape: tuple[int, ...], mesh: Any, axes: Axes, *, fsdp: bool) -> P
     return P(*spec)
 
 
+def has_all_axes(mesh: Any) -> bool:
+    """Whether a mesh is one of `make_mesh` or `phase_mesh`, and XLA cuts arrays along all of its axes."""
+    axes = tuple(axis for axis in mesh.axis_names if axis != TOKENS)
+    return axes == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
+
+
 def constrain_batch(x: jax.Array) -> jax.Array:
     """`x` [B, L, ...] cut as a batch is, if a mesh from `make_mesh` or `phase_mesh` is set and divides its rows.
 
@@ -106,9 +112,7 @@ def constrain_batch(x: jax.Array) -> jax.Array:
     send them around. Along "data" alone it does what is meant, and programs stay the same to the bit.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(axis for axis in mesh.axis_names if axis != TOKENS)
-    ours = axes == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
-    if not ours or mesh.size == mesh.shape[DATA] or x.shape[0] % row_shards(mesh):
+    if not has_all_axes(mesh) or mesh.size == mesh.shape[DATA] or x.shape[0] % row_shards(mesh):
         return x
     return jax.lax.with_sharding_constraint(x, P(row_axes(mesh), token_axes(mesh, x.shape[1])))
 

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, TOKENS, device_type, row_axes, row_shards, token_shards
-from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
+from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE, has_all_axes
 from roxxel_dist.cluster.step_parts import HEAD_AND_LOSS
 from roxxel_dist.model.layers import Embedding, soft_cap, unrounded_product
 
@@ -313,9 +312,7 @@ def _on_devices(
         cut: the dimension that fsdp cuts an array along, and the sum for it as well.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    names = tuple(axis for axis in mesh.axis_names if axis != TOKENS)
-    ours = names == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
-    if not ours or mesh.size == mesh.shape[TENSOR] or tokens[0].shape[0] % row_shards(mesh):
+    if not has_all_axes(mesh) or mesh.size == mesh.shape[TENSOR] or tokens[0].shape[0] % row_shards(mesh):
         return function(arrays, *tokens)
     shards, length = token_shards(mesh), tokens[0].shape[1]
     tokens = tuple(_padded(array, -(-length // shards) * shards) for array in tokens)
@@ -346,16 +343,16 @@ def _on_devices(
             return None
         return P() if (at := place(array)) is None else P(*[None] * at, sharing)
 
-    of_tokens = P(row_axes(mesh), TOKENS if shards > 1 else None)
-    out = of_tokens if cut is None else (list(map(spec, arrays)), of_tokens, of_tokens)
+    along = P(row_axes(mesh), TOKENS if shards > 1 else None)
+    out = along if cut is None else (list(map(spec, arrays)), along, along)
     manual = set(axes) if mesh.shape[TENSOR] > 1 else set(mesh.axis_names)  # along "tensor" the head itself is cut
     mapped = jax.shard_map(
-        of_device, in_specs=(P(), *[of_tokens] * len(tokens)), out_specs=out, axis_names=manual, check_vma=False
+        of_device, in_specs=(P(), *[along] * len(tokens)), out_specs=out, axis_names=manual, check_vma=False
     )
     found = mapped(arrays, *tokens)
-    first = () if cut is None else (found[0],)
-    rest = jax.tree.map(lambda array: array[:, :length], found[len(first) :] if first else found)
-    return (*first, *rest) if first else rest
+    own, of_tokens = ((), found) if cut is None else (found[:1], found[1:])
+    of_tokens = jax.tree.map(lambda array: array[:, :length], of_tokens)
+    return (*own, *of_tokens) if own else of_tokens
 
 
 def _chunks(a_BxLx: jax.Array, count: int) -> jax.Array:
