@@ -95,6 +95,27 @@ def test_what_is_told_of_connections_is_nobodys_last_word() -> None:
     assert last_words([gloo, gloo]) == [gloo, gloo]
 
 
+def test_what_threads_of_jax_say_within_or_behind_a_traceback_is_not_why_it_ended() -> None:
+    frame, error = ["Traceback (most recent call last):", '  File "a.py", line 1', "    f()"], "KeyError: 'of rank 1'"
+    lost = [
+        "E1128 14:20:11.123456   1234 coordination_service_agent.cc:358] Failed to poll for errors: UNAVAILABLE",
+        "Additional GRPC error information from remote target coordination_service:",
+        ':UNKNOWN:Error received from peer  {grpc_message:"Socket closed", grpc_status:14}',
+    ]
+    tsl = "2026-11-28 14:20:11.123456: E external/xla/xla/tsl/distributed_runtime/agent.cc:12] lost"
+    chain = ["", "The above exception was the direct cause of the following exception:", "", *frame, "ValueError: y"]
+    for tail, words in (
+        ([*frame, error, *lost], [*frame, error]),
+        ([*frame, error, tsl, "more of it"], [*frame, error]),
+        ([*lost[:1], *frame, error, *lost], [*frame, error]),
+        ([*frame[:2], lost[0], *frame[2:], error, *lost], [*frame, error]),
+        ([*frame, error, *chain, *lost], [*frame, error, *chain]),
+        ([*frame, "ValueError: two", "lines", "of it", *lost], [*frame, "ValueError: two", "lines", "of it"]),
+        (["x", *lost], ["x", *lost]),
+    ):
+        assert last_words(tail) == words, tail
+
+
 def test_what_sigbus_means_is_said():
     assert how(-7) == "signal SIGBUS (a mapped file, such as a shard of the data, was truncated, or its disk failed)"
     assert how(-9) == "signal SIGKILL"

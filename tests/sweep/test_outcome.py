@@ -10,7 +10,7 @@ Traceback (most recent call last):
   File "service.py", line 96, in publish
 RuntimeError: Event loop is closed"""
 
-
+LOST = "E1128 14:20:11.123456   1234 coordination_service_agent.cc:358] Failed to poll for errors"
 HELD = "s3://b/x: train (pid 7 on host h2) writes there, and renewed its lease (run.lease) 3 s ago: end that process"
 
 
@@ -21,6 +21,7 @@ HELD = "s3://b/x: train (pid 7 on host h2) writes there, and renewed its lease (
         (f"{NAN}\n{CLIENT}", "nan", "step 2 went wrong: its loss is nan; see the log"),
         (f"12:00:00 0 | {NAN}\nroxxel-dist: rank 0 ended", "nan", "step 2 went wrong: its loss is nan; see the log"),
         ("JaxRuntimeError: RESOURCE_EXHAUSTED: 5 GB", "oom", "JaxRuntimeError: RESOURCE_EXHAUSTED: 5 GB"),
+        (f"Traceback (most recent call last):\n{LOST}\n  f()\nKeyError: 1\n{LOST}", "error", "KeyError: 1"),
         ("TypeError: add got incompatible shapes", "shape", "TypeError: add got incompatible shapes"),
         ("roxxel-dist: no data", "error", "no data"),
         (f"roxxel-dist: {HELD}", "lost", HELD),

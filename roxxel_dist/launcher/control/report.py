@@ -12,7 +12,7 @@ from roxxel_dist.cluster.exit_codes import (
     OK_CODES,
 )
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output.console import NOISE_PREFIXES
+from roxxel_dist.launcher.output.console import LIBRARY_LOG, NOISE_PREFIXES
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.policy.hang import Hang
 from roxxel_dist.launcher.policy.outcome import (
@@ -116,10 +116,27 @@ def first_words(report: Sequence[str]) -> str:
 
 
 def last_words(tail: Sequence[str]) -> Sequence[str]:
-    """Of the last lines of a rank, those that show why it ended: from its traceback on, if there is one."""
-    lines = [line for line in tail if not NOISE_PREFIXES.match(line)] or tail  # a thread may write behind a traceback
-    starts = (number for number, line in enumerate(lines) if line.startswith(CRASH_HEADERS))
-    return lines[next(starts, -TAIL_WITHOUT_TRACEBACK) :]
+    """Of the last lines of a rank, those that show why it ended: from its traceback on, if there is one.
+
+    The threads of jax live a moment longer than the program, and say what they lost by its end: their lines within a
+    traceback are left out, and behind its exception all that follows the first of them.
+    """
+    lines = [line for line in tail if not NOISE_PREFIXES.match(line)] or tail
+    start = next((number for number, line in enumerate(lines) if line.startswith(CRASH_HEADERS)), None)
+    if start is None:
+        return lines[-TAIL_WITHOUT_TRACEBACK:]
+    words: list[str] = []
+    for line in lines[start:]:
+        if not LIBRARY_LOG.match(line):
+            words.append(line)
+        elif _is_whole(words):
+            break
+    return words
+
+
+def _is_whole(words: Sequence[str]) -> bool:
+    """Whether lines that begin with a traceback have come to the exception, which stands at the margin."""
+    return not words[-1][:1].isspace() and not words[-1].startswith(CRASH_HEADERS)
 
 
 def late_report(result: AttemptResult, exit_timeout: float) -> str:

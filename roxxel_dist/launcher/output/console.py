@@ -23,6 +23,8 @@ LAST_S = 2.0
 """How long the terminal may take for the last words."""
 NOISE_PREFIXES = re.compile(r"\[Gloo\] |[IW]\d{4} \S+ +\d+ preemption_notifier\.cc:\d+\] ")
 """How lines begin by which a library reports connections, or a SIGTERM: kept in the log, not shown."""
+LIBRARY_LOG = re.compile(r"[IWEF]\d{4} [\d:.]+ +\d+ \S+:\d+\] |\d{4}-\d\d-\d\d [\d:.]+: [IWEF] \S+:\d+\] ")
+"""How entries of absl's and TSL's logs begin, which threads of jax write; one without belongs to the last."""
 COLOUR = r"\x1b\[[0-9;:]*m"
 COMMANDS = re.compile(
     # Control characters but for tab and line end, marks that reorder a line, invisible ones, parts of no character.

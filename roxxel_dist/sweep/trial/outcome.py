@@ -12,6 +12,7 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_PREFLIGHT,
     EXIT_RUNTIME,
 )
+from roxxel_dist.launcher.output.console import LIBRARY_LOG
 
 NAN = re.compile(r"went wrong: its (loss|gradient) is|\bBadStep\b|\bFloatingPointError\b")
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|\bMemoryError\b|[Oo]ut of memory|std::bad_alloc")
@@ -86,6 +87,8 @@ def last_words(output: str) -> str:
     if begins:
         prefix = lines[begins[-1]].removesuffix(TRACEBACK)
         after = [line.removeprefix(prefix) for line in lines[begins[-1] + 1 :] if line.startswith(prefix)]
-        if error := next((line for line in after if line and not line[0].isspace()), ""):
+        if error := next(
+            (line for line in after if line and not line[0].isspace() and not LIBRARY_LOG.match(line)), ""
+        ):
             return error
     return next((line.removeprefix(OURS) for line in reversed(lines) if line.strip()), "")
