@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 CONSTRAINTS = $(shell $(BIN)/python -c 'import sys; print("constraints-newest.txt" if sys.version_info >= (3, 12) else "constraints.txt")')
 # What `.ci/run` runs with the newest Python: the demo, two processes that are stopped and resumed to the bit, a sweep that is killed, the help
 # of every command, and all that goes through a private part of jax.
-ON_NEWEST := tests/cluster tests/model/test_cudnn_attention.py tests/cli/test_help.py tests/test_demo.py tests/train/test_golden.py \
-    tests/multiprocess/test_training.py::test_asked_to_stop_it_saves_and_goes_on_later \
+ON_NEWEST := tests/cluster tests/model/test_cudnn_attention.py tests/cli/test_help.py tests/whole/test_demo.py tests/train/test_golden.py \
+    tests/whole/multiprocess/test_training.py::test_asked_to_stop_it_saves_and_goes_on_later \
     tests/sweep/test_sweep_command.py::test_a_killed_sweep_goes_on_and_its_best_can_be_trained
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -40,7 +40,7 @@ test-newest-part: ## a part of them, in about two minutes: what changes with jax
 	@$(MAKE) --no-print-directory test-in-newest MORE='$(ON_NEWEST)'
 
 test-in-newest:
-	@newest=$$($(PYTHON) tests/pythons.py) && $(MAKE) --no-print-directory VENV=$(NEWEST) PYTHON=$$newest $(NEWEST)/dev-installed
+	@newest=$$($(PYTHON) tests/support/pythons.py) && $(MAKE) --no-print-directory VENV=$(NEWEST) PYTHON=$$newest $(NEWEST)/dev-installed
 	JAX_COMPILATION_CACHE_DIR=$(abspath $(NEWEST))/xla $(PYTEST:$(BIN)/%=$(NEWEST)/bin/%) $(MORE)
 
 test-docs: $(VENV)/dev-installed ## every block of the documentation and the examples, as they stand
@@ -58,7 +58,7 @@ test-long: $(VENV)/dev-installed azurite tpu cuda ## matrices, many repetitions,
 test-all: test test-docs test-web test-cluster test-long ## all of these, one after the other
 
 test-pythons: $(VENV)/dev-installed ## the wheel, installed and tried with this Python and with the newer ones that are here
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_wheel.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/whole/test_wheel.py
 
 dist: $(VENV)/dev-installed ## the wheel and the source archive into dist/, checked as an index checks them
 	rm -rf dist
@@ -66,19 +66,19 @@ dist: $(VENV)/dev-installed ## the wheel and the source archive into dist/, chec
 	$(BIN)/twine check --strict dist/*
 
 test-release: $(VENV)/dev-installed ## what is published: the archive builds itself, and uvx and pipx run the wheel; two minutes
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_release.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/whole/test_release.py
 
 docs: reference ## build these pages into .cache/site
 	@$(BIN)/zensical build --strict --config-file mkdocs.yml
-	@$(BIN)/python tests/reference.py .cache/site/llms.txt
+	@$(BIN)/python tests/support/reference.py .cache/site/llms.txt
 	@echo "built: .cache/site/index.html"
 
 reference: $(VENV)/dev-installed ## docs/reference/{cli,config,api,json}.md, from the program and its docstrings
-	@$(BIN)/python tests/reference.py
+	@$(BIN)/python tests/support/reference.py
 
 pictures: $(VENV)/dev-installed ## the pictures of the documentation, of trainings that it makes: four minutes; needs chromium
-	@JAX_PLATFORMS=cpu $(BIN)/python tests/unbroken_picture.py
-	@JAX_PLATFORMS=cpu $(BIN)/python tests/doc_pictures.py
+	@JAX_PLATFORMS=cpu $(BIN)/python tests/support/unbroken_picture.py
+	@JAX_PLATFORMS=cpu $(BIN)/python tests/support/doc_pictures.py
 
 # `make bench QUICK=1`: short forms, in about twenty minutes. QUICK works with one part too.
 MEASURE = @JAX_PLATFORMS=cpu $(BIN)/python benchmarks/bench.py $(if $(QUICK),--quick)
@@ -121,7 +121,7 @@ bench-gpu: $(VENV)/demo-installed ## a 124M-parameter model on a GPU; needs a ja
 	@$(BIN)/python benchmarks/gpu.py
 
 chaos: $(VENV)/dev-installed ## a training under 30 random faults, on three hosts that are network namespaces: ten to fifteen minutes, as root
-	@JAX_PLATFORMS=cpu $(BIN)/python tests/chaos.py $(if $(SEED),--seed $(SEED))
+	@JAX_PLATFORMS=cpu $(BIN)/python tests/support/chaos.py $(if $(SEED),--seed $(SEED))
 
 docker-check: $(BIN)/python ## build the image with buildah, train two containers of it, compare with launch local: as root
 	@PYTHON=$(abspath $(BIN)/python) docker/check
@@ -166,9 +166,9 @@ $(AZURITE)/installed:
 	npm install --silent --no-audit --no-fund --prefix $(AZURITE) azurite@3.35.0
 	@touch $@
 
-$(HF)/installed: tests/hf_requirements.txt
+$(HF)/installed: tests/support/hf_requirements.txt
 	$(PYTHON) -m venv $(HF) || { rm -rf $(HF); exit 2; }
-	$(HF)/bin/pip install --quiet --requirement tests/hf_requirements.txt
+	$(HF)/bin/pip install --quiet --requirement tests/support/hf_requirements.txt
 	@touch $@
 
 $(LM_EVAL)/installed: pyproject.toml constraints.txt constraints-newest.txt
@@ -176,14 +176,14 @@ $(LM_EVAL)/installed: pyproject.toml constraints.txt constraints-newest.txt
 	$(LM_EVAL)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[lm-eval]'
 	@touch $@
 
-$(TPU)/installed: tests/tpu_requirements.txt pyproject.toml constraints.txt constraints-newest.txt
+$(TPU)/installed: tests/support/tpu_requirements.txt pyproject.toml constraints.txt constraints-newest.txt
 	$(PYTHON) -m venv $(TPU) || { rm -rf $(TPU); exit 2; }
-	$(TPU)/bin/pip install --quiet --requirement tests/tpu_requirements.txt
+	$(TPU)/bin/pip install --quiet --requirement tests/support/tpu_requirements.txt
 	@touch $@
 
-$(CUDA)/installed: tests/cuda_requirements.txt pyproject.toml constraints.txt constraints-newest.txt
+$(CUDA)/installed: tests/support/cuda_requirements.txt pyproject.toml constraints.txt constraints-newest.txt
 	$(PYTHON) -m venv $(CUDA) || { rm -rf $(CUDA); exit 2; }
-	$(CUDA)/bin/pip install --quiet --requirement tests/cuda_requirements.txt
+	$(CUDA)/bin/pip install --quiet --requirement tests/support/cuda_requirements.txt
 	@touch $@
 
 $(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt constraints-newest.txt benchmarks/requirements.txt

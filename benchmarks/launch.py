@@ -2,8 +2,8 @@
 
 python benchmarks/launch.py [--quick] [--only WORD …] [--out FILE] [--json FILE]
 
-It needs what tests/hosts.py needs (root, openssh-server, iproute2), and takes half an hour on two cores. Nothing else
-should run on the machine. torchrun and mpirun are compared where they are installed.
+It needs what tests/support/hosts.py needs (root, openssh-server, iproute2), and takes half an hour on two cores.
+Nothing else should run on the machine. torchrun and mpirun are compared where they are installed.
 """
 
 import json

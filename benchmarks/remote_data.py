@@ -29,8 +29,8 @@ from measure import Lines, Result, flags
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from objects.link import Link
-from objects.servers import S3Server
+from link import Link
+from servers import S3Server
 
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.data.dataset import Roxxel

@@ -24,7 +24,7 @@ from training import make_trainer, random_tokens, take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from objects.servers import S3Server
+from servers import S3Server
 
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.data.dataset import Roxxel

@@ -97,7 +97,7 @@ def corpus(tmp_path):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """An S3 gateway: a process of its own, with one bucket. `server.environment()` makes this process its client."""
-    from objects.servers import S3Server
+    from servers import S3Server
 
     with S3Server(tmp_path_factory.mktemp("s3")) as gateway:
         yield gateway

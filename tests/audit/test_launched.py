@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 from commands import run
-from objects.servers import S3Server
+from servers import S3Server
 
 pytestmark = pytest.mark.xdist_group("bucket")
 FIELDS = {

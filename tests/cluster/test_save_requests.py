@@ -1,4 +1,4 @@
-"""Files that ask and answer, in one process. tests/multiprocess/test_save.py has several."""
+"""Files that ask and answer, in one process. tests/whole/multiprocess/test_save.py has several."""
 
 import errno
 import os

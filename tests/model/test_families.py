@@ -1,4 +1,4 @@
-"""What models of today have beside the plain block. Against transformers they are tests/test_hugging_face.py."""
+"""What models of today have beside the plain block. Against transformers: tests/weights/test_hugging_face.py."""
 
 import dataclasses
 from types import SimpleNamespace

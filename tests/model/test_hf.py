@@ -1,4 +1,4 @@
-"""The same model in two sets of words. What transformers makes of it is tests/test_hugging_face.py."""
+"""The same model in two sets of words. What transformers makes of it is tests/weights/test_hugging_face.py."""
 
 import numpy as np
 import pytest

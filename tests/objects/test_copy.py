@@ -9,7 +9,7 @@ import time
 from urllib.parse import unquote
 
 import pytest
-from objects.servers import AzureServer, GcsServer, S3Server
+from servers import AzureServer, GcsServer, S3Server
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.objects.copy import copy_to_folder

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from objects.servers import AzureServer, GcsServer, S3Server, StrictS3Server
+from servers import AzureServer, GcsServer, S3Server, StrictS3Server
 
 from roxxel_dist.objects import lease as lease_module
 from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from objects.servers import AzureServer, GcsServer, S3Server, StrictS3Server
+from servers import AzureServer, GcsServer, S3Server, StrictS3Server
 
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError, StoreTimeoutError
 from roxxel_dist.objects.store import MULTIPART, ObjectStore

@@ -9,7 +9,7 @@ import pytest
 import trial_bodies
 from browser import data_of
 from killed_drivers import ended, kill_and_go_on, until
-from objects.servers import AzureServer, GcsServer, S3Server
+from servers import AzureServer, GcsServer, S3Server
 from sweep_runs import ONE, Study
 
 from roxxel_dist.cli import main

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 from commands import make_corpus
 from machines import missing
-from objects.servers import S3Server
 from ray_nodes import ray_nodes
+from servers import S3Server
 from sweep_desk import write_base, write_sweep
 
 from roxxel_dist.objects.store import ObjectStore

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import command, environment, run, wait_for
 from made_mixtures import PHASES, made_mixtures
-from objects.servers import S3Server
+from servers import S3Server
 from sweep_desk import SMALL, text_sets
 
 from roxxel_dist.objects.store import ObjectStore

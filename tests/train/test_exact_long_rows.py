@@ -54,7 +54,7 @@ PHASES = [(8, 17), (4, 45), (1, 130)]
 
 def on_default_flags(cases, devices):
     """The hashes of each case on each number of devices, in a process whose XLA is that of a user."""
-    program = Path(__file__).parents[1] / "exact_rows.py"
+    program = Path(__file__).parents[1] / "support" / "exact_rows.py"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PJRT_NPROC": "16"}
     words = [sys.executable, str(program), json.dumps(cases), *map(str, devices)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 if __name__ == "__main__":  # what pytest does before it comes here: the devices must be there before jax is used
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
     import conftest  # noqa: F401
 
 import numpy as np

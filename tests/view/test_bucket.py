@@ -4,8 +4,8 @@ import json
 
 import pytest
 from corpora import write_corpus
-from objects.servers import S3Server
 from runs import train
+from servers import S3Server
 
 from roxxel_dist.cli import main
 from roxxel_dist.curriculum.phases import Phase

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from buckets import put
-from objects.servers import S3Server
+from servers import S3Server
 
 from roxxel_dist.data.dataset import Roxxel
 

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import buckets
 import numpy as np
 import pytest
 from buckets import opened, put, replace_object
@@ -22,7 +23,7 @@ from roxxel_dist.data.remote.cache import PART, CacheError, ChunkCache
 from roxxel_dist.data.remote.config import RemoteConfig
 
 pytestmark = pytest.mark.xdist_group("bucket")
-TESTS = Path(__file__).parents[2]
+SUPPORT = Path(buckets.__file__).parent
 READER = """
 import hashlib, sys
 from pathlib import Path
@@ -38,7 +39,7 @@ print(digest.hexdigest(), flush=True)
 
 def start(url, cache, cache_gb=1.0, seed=0):
     words = [sys.executable, "-c", READER, url, str(cache), str(cache_gb), str(seed)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(TESTS)})
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SUPPORT)})
 
 
 def digest(local, seed=0):
