@@ -30,8 +30,8 @@ PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup --no-lo
 # Workers wait for processes a third of their time: three of them keep two cores busy.
 USUAL := -n 3 -m "not docs and not web and not cluster and not long"
 
-test: $(VENV)/dev-installed lint ## the linters and every part of the package: about twelve minutes on two cores
-	$(PYTEST) $(USUAL)
+test: $(VENV)/dev-installed $(if $(ROOM),,lint) ## the linters and every part of the package; ROOM=launcher: the tests of one room
+	$(PYTEST) $(USUAL) $(if $(ROOM),tests/$(ROOM))
 
 test-newest: ## the tests of `make test` with the newest Python and jax that are here, in an environment of its own
 	@$(MAKE) --no-print-directory test-in-newest MORE='$(USUAL)'
