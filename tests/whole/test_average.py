@@ -88,6 +88,7 @@ def test_a_new_run_begins_with_it(data, averaged, tmp_path):
     assert all(np.allclose(leaf, average[name], atol=1e-7) for name, leaf in stored(begun, 1).items())
 
 
+@pytest.mark.long
 def test_a_fork_goes_on_with_it_or_begins_one(data, averaged, plain, tmp_path):
     same = fit(data, tmp_path / "same", fork=f"{averaged}@3", ema=0.9)
     assert [row["val_loss"] for row in rows(same)[-1:]] == [row["val_loss"] for row in rows(averaged)[-1:]]
@@ -124,6 +125,7 @@ def test_a_resume_may_change_its_decay_and_a_fork_cannot_end_it(data, averaged, 
         fit(data, tmp_path / "fork", fork=f"{averaged}@3", ema=0.0)
 
 
+@pytest.mark.long
 def test_with_virtual_shards_it_has_the_same_bits_on_any_devices(data, tmp_path, monkeypatch):
     jax.devices()  # which are there before a run would choose the size of a pool
     monkeypatch.setenv("PJRT_NPROC", "16")

@@ -48,9 +48,13 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "damage", [pytest.param(name, marks=pytest.mark.cluster if n % 2 else ()) for n, name in enumerate(DAMAGE)]
+    ("name", "commands", "damage"),
+    [
+        pytest.param(name, commands, damage, marks=() if n % len(DAMAGE) == kind else pytest.mark.long)
+        for n, (name, commands) in enumerate(CASES)
+        for kind, damage in enumerate(DAMAGE)
+    ],
 )
-@pytest.mark.parametrize(("name", "commands"), CASES, ids=[name for name, _ in CASES])
 def test_a_damaged_file_is_a_message(made, tmp_path, monkeypatch, capfd, name, commands, damage):
     place = tmp_path / "place"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -3,9 +3,11 @@
 import sysconfig
 from pathlib import Path
 
+import pytest
 from commands import rows, run
 
 
+@pytest.mark.docs
 def test_it_trains_in_an_empty_folder(tmp_path):
     text = Path(sysconfig.get_paths()["stdlib"]) / "email"
     first = run("demo", "--text", text, "--max_steps", "2", cwd=tmp_path)

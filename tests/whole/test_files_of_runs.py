@@ -110,7 +110,10 @@ def test_commands_that_work(place, tmp_path, capfd, command, damage):
 @pytest.mark.parametrize(
     ("command", "name", "message"),
     [
-        ("eval", "metrics.jsonl", "metrics.jsonl: cannot be read (Is a directory): move it away"),
+        pytest.param(
+            *("eval", "metrics.jsonl", "metrics.jsonl: cannot be read (Is a directory): move it away"),
+            marks=pytest.mark.long,
+        ),
         ("resume", "metrics.jsonl", "metrics.jsonl: cannot be read (Is a directory): move it away"),
         ("report", "metrics.jsonl", "metrics.jsonl: cannot be read (Is a directory): move it away"),
         ("resume", "training_log.csv", "training_log.csv: cannot be read (Is a directory): move it away"),

@@ -121,6 +121,7 @@ def test_data_of_another_tokenizer_is_refused(parent, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_fork_without_some_rows(parent, tmp_path):
     """Started again it has to be asked for in the same way, or not at all."""
     config, fork = Config.from_yaml(parent / "config.yaml"), f"{parent}@3"

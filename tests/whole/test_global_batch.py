@@ -91,6 +91,7 @@ def test_a_config_that_an_earlier_version_saved_is_read_as_it_trained(fields, re
     assert predates(kept) == (MEANING not in record)
 
 
+@pytest.mark.long
 def test_a_run_of_an_earlier_version_goes_on_with_the_same_batches(text, tmp_path):
     whole = Experiment(Config(**SMALL)).fit(text, tmp_path / "whole")
     note = "an earlier version trained on 8 x 2 rows in a step: for that, use batch_size 16"

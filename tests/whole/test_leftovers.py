@@ -46,7 +46,9 @@ def test_the_disk_of_another_pytest_that_runs_stays(tmp_path):
     subprocess.run([sys.executable, "-c", BESIDE], cwd=tmp_path, env=environment, check=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT, signal.SIGKILL]
+)
 def test_processes_and_mounts_end_with_the_tests(tmp_path, number):
     told = tmp_path / "pids"
     (tmp_path / "test_one.py").write_text(TESTS.format(told=str(told)))

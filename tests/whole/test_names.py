@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import environment, run
+from commands import environment
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
@@ -68,9 +68,6 @@ def test_wandb_gets_them(work):
 def test_they_change_no_number(work, monkeypatch):
     monkeypatch.chdir(work)
     assert main(["compare", "runs/one", "runs/two"]) == 0
-    audited = run("audit", "runs/one", cwd=work)
-    assert audited.returncode == 0, audited.stderr
-    assert "equal to the bit over 4 steps" in audited.stdout
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ LOOKS = {
     "completion bash": 0,
 }
 """Command lines that look at what is there, and their exit codes; OUT is a path elsewhere."""
+LONG = {"audit", "check-layouts", "find-lr", "generate", "merge"}
+"""Commands that compile programs of their own to look: seconds each."""
 TOUCHES = {
     "plan --config tiny.yaml --data_path text.txt": 0,
     "find-lr --config tiny.yaml --data_path text.txt --num_steps 60": 0,
@@ -119,7 +121,10 @@ TOUCHES = {
 """The same of those that make a temporary file there, or would write, and refuse to or have nothing to do."""
 
 
-@pytest.mark.parametrize("line", [*LOOKS, *TOUCHES])
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, marks=pytest.mark.long if line.split()[0] in LONG else ()) for line in [*LOOKS, *TOUCHES]],
+)
 def test_who_only_looks_changes_nothing(place, tmp_path, line):
     """Neither the run, its data, a study, nor the folder that they are in."""
     before = contents(place, touched=line in TOUCHES)
@@ -147,7 +152,9 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("eval", "batch") else pytest.mark.long) for name in READERS]
+)
 def test_a_reader_works_where_it_may_not_write(run, tmp_path, name):
     """The run is on a mount that is read-only, in a namespace of its own."""
     words = READERS[name].replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")).split()

@@ -53,7 +53,8 @@ def test_it_is_what_one_by_name_is_with_clipping_schedule_and_resume(fit, tmp_pa
         fit("own", resume=True, optimizer="own_optimizer:drawing", max_steps=7)
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("drawing", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["adamw", "drawing"])
 def test_with_virtual_shards_it_has_the_same_bits_on_any_devices(fit, monkeypatch, name):
     """Each device has the whole state, and one program computes the update on each: so any transformation is exact."""
     jax.devices()  # which are there before a run would choose the size of a pool
@@ -121,6 +122,7 @@ def soap(monkeypatch):
     return importlib.import_module("soap")
 
 
+@pytest.mark.long
 def test_the_example_trains(fit, soap):
     assert soap
     fields = {"optimizer": "soap:build", "model_args": {"every": 2}}
@@ -129,7 +131,7 @@ def test_the_example_trains(fit, soap):
         fit("wrong", **fields | {"model_args": {"every": 0}})
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_the_example_is_adam_in_the_eigenbasis(soap, every):
     """Gradients U diag(d) V^T, whose eigenbasis stays the same, are stepped along by Adam on d."""
     rng, eps = np.random.default_rng(0), 0.1

@@ -119,6 +119,7 @@ def test_it_is_that_of_the_best_checkpoint(run, tmp_path):
         check_counts(state_of(load_run(path, best=True).model), step)
 
 
+@pytest.mark.long
 def test_the_text_is_that_of_the_run(run, tmp_path):
     options = {"max_new_tokens": 20, "temperature": 0}
     text = Generator(run).generate("the quick", **options)
@@ -144,6 +145,7 @@ def continued(run, folder, model="own_model:build_stateful", data=None, **option
     return Experiment(config).fit(data or run / "data", folder)
 
 
+@pytest.mark.long
 def test_a_run_from_its_weights_begins_with_it(run, trained, tmp_path):
     state = state_of(load_run(continued(run, tmp_path / "next", seed=5)).model)
     check_counts(state, STEPS + 1)
@@ -152,6 +154,7 @@ def test_a_run_from_its_weights_begins_with_it(run, trained, tmp_path):
     assert (state["dropout.rngs.key"] != trained["dropout.rngs.key"]).any()
 
 
+@pytest.mark.long
 def test_adapters_stand_on_it(run, tmp_path):
     tuned = continued(run, tmp_path / "tuned", "own_model:build_adapted")
     check_counts(state_of(load_run(tuned).model), STEPS + 1)
@@ -170,6 +173,7 @@ def test_a_fork_and_a_resumed_run_go_on_with_it(run, tmp_path):
     check_counts(state_of(load_run(fork).model), 4)
 
 
+@pytest.mark.long
 def test_a_sweep_of_rates_begins_with_it(run):
     config = Config(**SHAPE | {"init_from": str(run), "loss": "own_model:loss_of_state"})
     _, _, losses = Experiment(config).find_lr(run / "data", num_steps=20)
