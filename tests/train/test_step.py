@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +92,42 @@ def test_accumulation_changes_no_mean_over_the_tokens_that_count(loss_fn):
     assert results[0][0]["grad_norm"] == pytest.approx(results[1][0]["grad_norm"], rel=1e-5)
     for one, two in zip(results[0][1].values(), results[1][1].values(), strict=True):
         np.testing.assert_allclose(one, two, atol=1e-6)
+
+
+def test_sums_of_micro_batches_in_bfloat16_lose_nothing_small():
+    """256 + 0.5 is 256 in bfloat16; the mean of one gradient of 256 and seven of 0.5 is 32.4, and not 32."""
+
+    class Scale(nnx.Module):
+        def __init__(self):
+            self.by = nnx.Param(jnp.zeros((), jnp.bfloat16))
+
+    state, step, batch, _ = prepare(Scale(), optax.sgd(1.0), lambda net, batch: net.by * batch.mean(), grad_accum=8)
+    rows = jnp.where(jnp.arange(16)[:, None] % 8 == 0, 256.0, 0.5)
+    state, metrics = step(state, jax.device_put(jnp.broadcast_to(rows, (16, 33)), batch.sharding))
+    assert fetch(metrics).scalars["grad_norm"] == pytest.approx(32.5)
+    assert float(*state.params.values()) == -32.5
+
+
+def test_a_balance_loss_is_minimized_and_logged_apart():
+    results = []
+    for name in ("balance_loss", "loss"):
+        state, step, batch, _ = prepare(small(), optax.sgd(0.1), partial(penalized, name))
+        state, metrics = step(state, batch)
+        results.append((fetch(metrics).scalars, state.params))
+    (apart, params), (together, expected) = results
+    assert apart["loss"] + apart["balance_loss"] == pytest.approx(together["loss"], rel=1e-6)
+    assert apart["loss"] < together["loss"] - 0.1
+    for one, two in zip(params.values(), expected.values(), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+
+
+def penalized(name, net, batch):
+    """A loss, with a penalty of the parameters as another number of this name, or as a part of it."""
+    loss, penalty = (
+        next_token_loss(net, batch),
+        1e-2 * sum((p**2).sum() for p in jax.tree.leaves(nnx.state(net, nnx.Param))),
+    )
+    return {"loss": loss + penalty} if name == "loss" else {"loss": loss, name: penalty}
 
 
 def test_random_streams_advance_and_evaluation_leaves_them_alone():
