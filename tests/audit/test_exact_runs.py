@@ -95,6 +95,7 @@ FLIPS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flip", "words"),
     [

@@ -47,6 +47,7 @@ def test_what_cannot_be_checked_is_a_line(checked, fields, words):
         checked("rows", **OWN | fields)
 
 
+@pytest.mark.long
 def test_integers_in_the_state_are_compared_and_refused_by_virtual_shards(checked):
     report = checked("rows", "accum", "virtual", **OWN | {"model": "layouts.odd:build_counting"})
     assert statuses(report) == {"rows": "agrees", "accum": "agrees", "virtual": "left out"}

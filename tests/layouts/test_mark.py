@@ -24,6 +24,7 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("mynet", None)
 
 
+@pytest.mark.long
 def test_a_run_says_it_until_it_is_checked(own, tokens, tmp_path, capfd):
     def said(config=own, devices=2):
         return SAID in line_for(config, devices, "check-layouts")

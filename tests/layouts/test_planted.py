@@ -88,7 +88,7 @@ def check(checked, name):
     return results[wrong]
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [QUICK[0], *(pytest.param(name, marks=pytest.mark.long) for name in QUICK[1:])])
 def test_a_mistake_is_named(checked, name):
     check(checked, name)
 
@@ -99,6 +99,7 @@ def test_every_mistake_is_named(checked, name):
     check(checked, name)
 
 
+@pytest.mark.long
 def test_the_order_is_of_the_backward_pass(checked):
     """The loss is right: what is named first is where the backward pass comes first, and what follows is behind it."""
     result = check(checked, "stopped_gradient")

@@ -201,6 +201,7 @@ def test_what_is_no_range_to_evaluate(made, capsys):
 OWN = pytest.param("a model of one's own", marks=pytest.mark.long)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", ["named sets, a blend, bf16 parameters, cut up", OWN])
 def test_the_same_for_other_runs(work, variant, capsys):
     train("--data_path", "data_*.rox", "--run_dir", "mine", **VARIANTS[variant])
@@ -289,6 +290,7 @@ def test_what_cannot_be_evaluated(work, capsys):
     assert "Put the data of run back, or name it with --data_path" in refused(capsys, "run@6")
 
 
+@pytest.mark.long
 def test_a_run_that_validates_on_nothing(work, capsys):
     train("--data_path", "data_*.rox", "--run_dir", "mine", "--max_steps", 1, val_fraction=0.0)
     assert "mine has nothing to validate on (val_fraction is 0.0" in refused(capsys, "mine")
@@ -332,7 +334,7 @@ def sources(path, *, shuffled=False, one_file=True, count=60):
     "fields",
     [
         pytest.param({"validation": {"v": "val.rox"}}, id="one shard", marks=pytest.mark.long),
-        pytest.param({"validation": {"v": "val_*.rox"}}, id="many shards"),
+        pytest.param({"validation": {"v": "val_*.rox"}}, id="many shards", marks=pytest.mark.long),
         pytest.param({"validation": {"v": "val.rox"}, "packing": "documents"}, id="packed", marks=pytest.mark.long),
         pytest.param(
             {"validation": {"v": "val.rox"}, "datasets": {"more": "train.rox"}, "weights": {"self": 0.5, "more": 0.5}},

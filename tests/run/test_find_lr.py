@@ -49,6 +49,7 @@ def test_a_sweep_of_text_leaves_nothing_behind(text, tmp_path):
     assert named.find_lr(None, num_steps=40) == (suggested, rates, losses)
 
 
+@pytest.mark.long
 def test_a_fine_tune_is_swept_from_its_weights(text, tmp_path):
     run = Experiment(Config(**SMALL, lr=1e-2, warmup_steps=0, max_steps=10)).fit(text, tmp_path / "run")
     _, _, fresh = Experiment(Config(**SMALL)).find_lr(text, num_steps=20)

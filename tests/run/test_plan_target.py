@@ -245,6 +245,7 @@ def test_one_row_on_a_tpu_slice(work):
     assert step["flops_ratio"] == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_experts_cost_what_their_tokens_cost(work):
     """Forward and backward, with shares of the hidden units on two chips."""
@@ -252,6 +253,7 @@ def test_experts_cost_what_their_tokens_cost(work):
     assert found["phases"][0]["target"]["flops_ratio"] == pytest.approx(1, abs=0.03)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_what_does_not_fit_is_told_what_makes_it_fit(work):
     """A device with less memory than the state takes, but more than a quarter of it; what is proposed was compiled."""
@@ -274,7 +276,10 @@ def test_what_a_compiler_refuses_is_refused_with_its_word(work):
             ["--phases", "[{steps: 2, batch_size: 6, seq_len: 129}]", "--grad_accum", "4"],
             "batch_size is 6, which is not a multiple of grad_accum (4)",
         ),
-        (["--tensor_devices", "3"], "tensor_devices is 3: it must be at least 1, and divide the 4 device(s)"),
+        pytest.param(
+            *(["--tensor_devices", "3"], "tensor_devices is 3: it must be at least 1, and divide the 4 device(s)"),
+            marks=pytest.mark.long,
+        ),
         (["--attention", "cudnn"], "cuDNN is for GPUs, and the devices here are tpu"),
         (["--data_path", "nowhere"], "nowhere"),
     ],

@@ -133,6 +133,7 @@ def test_other_devices_give_the_same_up_to_rounding(made, capsys, monkeypatch):
     assert found["prose"]["bits_per_byte"] == pytest.approx(wanted["prose"]["bits_per_byte"], rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fields",
     [

@@ -246,6 +246,7 @@ def test_a_store_that_stays_away_ends_the_job_with_74(work, server, link, store,
     assert len(rows(next((tmp_path / "first").glob("s3/*/*")))) >= 5
 
 
+@pytest.mark.long
 def test_an_address_of_something_else(server, store, work, tmp_path, monkeypatch, capsys):
     """A data set is not taken for a run, nor is a prefix of runs fetched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -24,6 +24,7 @@ def train_damaged(folder, count, kinds, **more):
     assert len(said) == len(results), done.stdout
 
 
+@pytest.mark.long
 def test_two_ranks_take_the_next_older_one(corpus, tmp_path):
     train_damaged(tmp_path, 1, ["flip", "missing file"])
 
