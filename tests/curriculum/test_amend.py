@@ -123,6 +123,20 @@ def test_steps_left_out_are_never_read():
     assert not left_out & read
 
 
+def test_a_data_set_that_comes_back_goes_on_where_it_was():
+    plan = Plan(START, OLD, 9).amend(20, *CHANGES["data set swapped"][:1], datasets=OTHER)
+    back = plan.amend(40, START, datasets={**OTHER, **OLD})
+    code = back.datasets.index("code")
+    before, after = (
+        {o for step in steps for d, o in zip(*map(np.ndarray.tolist, _rows(back, step)), strict=True) if d == code}
+        for steps in (range(20), range(40, 60))
+    )
+    assert before
+    assert after
+    assert not before & after
+    check_disjoint(back)
+
+
 def _rows(plan, step):
     rows = plan.rows(step)
     return rows.dataset, rows.offset

@@ -1,7 +1,8 @@
 """Whether `make test` notices mistakes: `python tests/support/mutants.py [NUMBER...]`.
 
-mutants.json has 60 small mistakes in the launcher, the trainer, the model, the sweeps and the data: lines as they are
-and as they would be wrong, drawn at random, and the tests that are to fail then. Each is put into a copy of the
+mutants.json has small mistakes in the launcher, the trainer, the model, the sweeps and the data: lines as they are and
+as they would be wrong, and the tests that are to fail then. 59 were drawn at random; the others are of ten files that
+decide most. Each is put into a copy of the
 tree, and these tests are run there. Exit code 1 if a mutant survives or its lines are not found any more.
 """
 
