@@ -242,7 +242,7 @@ def test_a_mistake_with_hosts_that_wait_is_said_and_others_are_looked_at(
         hosts=("a",), port=None, accepted=(), plan=lambda _: None, grows_with=lambda _: False, machines={}
     )  # fmt: skip
     warm: Any = SimpleNamespace(hosts=("c",))
-    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(), warm) as looking:
+    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(pause_s=0.01), warm) as looking:
         looking.watch((), ("b",))
         end = time.monotonic() + 30
         while len(tended) < 3 and time.monotonic() < end:
@@ -269,7 +269,7 @@ def test_a_mistake_in_a_look_at_hosts_is_said_and_they_are_looked_at_again(
         hosts=("a",), port=None, accepted=(), plan=lambda _: None, grows_with=lambda _: False, machines={}
     )  # fmt: skip
     warm: Any = SimpleNamespace(hosts=())
-    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(), warm) as looking:
+    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(pause_s=0.01), warm) as looking:
         looking.watch((), ("b",))
         end = time.monotonic() + 30
         while len(looks) < 3 and time.monotonic() < end:

@@ -34,14 +34,15 @@ SHORT = """
 import os, resource, sys
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.control import notify
 from roxxel_dist.launcher.control.supervisor import run
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
-notify.LIMIT_S, notify.END_S = float(sys.argv[1]), float(sys.argv[2])
+limits = Limits(notify_s=float(sys.argv[1]), notify_end_s=float(sys.argv[2]))
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # as of a job of 300 hosts
-job = JobSpec(command=("bash", "-c", "exit 7"), nprocs=1, run_id="short", log_dir=Path("logs"), notify=sys.argv[3])
+shell = ("bash", "-c", "exit 7")
+job = JobSpec(command=shell, nprocs=1, run_id="short", log_dir=Path("logs"), notify=sys.argv[3], limits=limits)
 sys.exit(run(job, LocalBackend()))
 """
 
@@ -103,7 +104,7 @@ def test_what_preflight_refuses_is_an_end_too(launch: Launch, tmp_path: Path) ->
     assert end["words"] in err
 
 
-# (LIMIT_S, END_S, the command, what the launcher says about it)
+# (notify_s, notify_end_s, the command, what the launcher says about it)
 WRONG = {
     "there is no such command": (9, 9, "no-such-command-at-all", "exit code 127: "),
     "it fails and says why": (9, 9, "echo one; echo last words >&2; exit 3", "exit code 3: last words"),

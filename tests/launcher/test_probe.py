@@ -19,6 +19,7 @@ import pytest
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.host.host_info import hash_of_code
 from roxxel_dist.launcher.host.probe import answer
+from roxxel_dist.launcher.job.limits import Limits
 
 LIMIT_S = 60
 FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "data_path": None, "resume": False, "shared": False}
@@ -107,7 +108,7 @@ def test_facts_of_this_machine(start: Start) -> None:
 def test_it_is_light() -> None:
     code = (
         "import contextlib, sys; from roxxel_dist.launcher.host import probe; "
-        f"probe.answer({ {**FACTS, 'compare': True, 'run_dir': 'x'} }, contextlib.ExitStack()); "
+        f"probe.answer({ {**FACTS, 'compare': True, 'run_dir': 'x'} }, contextlib.ExitStack(), probe.Limits()); "
         "print(*{'jax', 'numpy', 'yaml', 'tyro', 'rich'} & set(sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
@@ -188,9 +189,9 @@ def test_a_host_without_room_for_threads_tries_one_place_after_the_other(monkeyp
     with socket.socket() as closed, ExitStack() as held:
         closed.bind(("127.0.0.1", 0))
         places = [closed.getsockname()] * 3
-        answered = answer({"ask": "connect", "places": places, "nonce": "a"}, held)
+        answered = answer({"ask": "connect", "places": places, "nonce": "a"}, held, Limits())
         assert answered == {"took": ["Connection refused"] * 3, "sizes": [0] * 3}
-        (why,) = answer({"ask": "listen", "places": [("127.0.0.1", 0)], "nonce": "a"}, held)["ports"]
+        (why,) = answer({"ask": "listen", "places": [("127.0.0.1", 0)], "nonce": "a"}, held, Limits())["ports"]
         assert why == "can't start new thread: this host allows no more processes (`ulimit -u`, pids.max)"
 
 

@@ -18,6 +18,7 @@ import pytest
 from roxxel_dist.cluster.stop_requests import FORWARD_S
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.supervisor import run
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 
 pytestmark = pytest.mark.xdist_group("launch")  # not beside test_worker.py, of whose ranks a launch would tell
@@ -460,8 +461,10 @@ def test_a_lost_agent_ends_the_other_hosts(launch: Launch, alive: Alive, until: 
     until(lambda: not any(map(alive, family)), "all processes to be gone")
 
 
-def test_an_agent_that_says_nothing_is_taken_for_gone(launch: Launch, alive: Alive, until: Until) -> None:
-    job = launch("bash", "-c", READY, nprocs=2, hosts=["left", "right"], silent_s=4.0)
+def test_an_agent_that_says_nothing_is_taken_for_gone(
+    launch: Launch, alive: Alive, until: Until, limits: Limits
+) -> None:
+    job = launch("bash", "-c", READY, nprocs=2, hosts=["left", "right"], limits=limits)
     job.marks("ready.*", 2)
     guards = psutil.Process(job.process.pid).children()
     family = [child.pid for child in psutil.Process(job.process.pid).children(recursive=True)]
@@ -469,7 +472,7 @@ def test_an_agent_that_says_nothing_is_taken_for_gone(launch: Launch, alive: Ali
     os.kill(agent.pid, signal.SIGSTOP)
     code, _, err = job.wait()
     assert code == 137
-    assert "host right has sent nothing for 4 s" in err
+    assert f"host right has sent nothing for {limits.silent_s:g} s" in err
     until(lambda: not any(map(alive, family)), "all processes to be gone")
 
 
