@@ -312,11 +312,12 @@ def test_a_host_that_starts_is_told_from_one_that_is_not_there() -> None:
 
 
 def test_a_job_waits_for_hosts_that_start_and_says_it_once(tmp_path: Path, cli: Callable[..., Any]) -> None:
-    for host, words in STARTS.items():
-        (tmp_path / host).write_text(f"{words}\n" * 2)
-    words = [*TRY, "--hosts", f"{','.join(STARTS)},there", "--via", f"sh -c '{STARTING}' sh {{host}}"]
+    hosts = ("pending", "docker")
+    for host in hosts:
+        (tmp_path / host).write_text(f"{STARTS[host]}\n" * 2)
+    words = [*TRY, "--hosts", f"{','.join(hosts)},there", "--via", f"sh -c '{STARTING}' sh {{host}}"]
     done = cli(*words, "--all-ranks", "--", "bash", "-c", "echo fine", cwd=tmp_path)
-    assert (done.returncode, done.stdout.count("fine")) == (0, len(STARTS) + 1), done.stderr
+    assert (done.returncode, done.stdout.count("fine")) == (0, len(hosts) + 1), done.stderr
     said = re.findall(r"waiting up to 60 s for hosts pending, .* to start \(--host-timeout\): (.*)", done.stderr)
     why = f"{STARTS['pending']}; its pod waits for a node: `kubectl describe pod` says why (code 1)"
     assert (said, "cannot be used" in done.stderr) == ([why], False), done.stderr
@@ -462,7 +463,7 @@ PLACES: dict[str, tuple[list[str], str, list[str]]] = {
 }  # fmt: skip
 
 
-FEW = ("each leads to the launcher", "a name of the launcher", "a container, and the launcher")
+FEW = ("each leads to the launcher", "a name of the launcher")
 
 
 @pytest.mark.parametrize(
@@ -480,8 +481,9 @@ def test_an_answer_of_the_wrong_machine_is_refused(case: str, cli: Callable[...,
     assert all("say --same-machine" in one["text"] for one in found)
     done = cli("launch", "exec", *words, "--host-timeout", "0", "--", "touch", "x", cwd=tmp_path)
     assert (done.returncode, (tmp_path / "x").exists()) == ((69, False) if refused else (0, True)), done.stderr
-    done = cli("launch", "exec", *words, "--same-machine", "--", "touch", "x", cwd=tmp_path)
-    assert (done.returncode, (tmp_path / "x").exists()) == (0, True), done.stderr
+    if refused:
+        done = cli("launch", "exec", *words, "--same-machine", "--", "touch", "x", cwd=tmp_path)
+        assert (done.returncode, (tmp_path / "x").exists()) == (0, True), done.stderr
 
 
 def test_doctor_looks_at_hosts_that_a_command_reaches(cli: Callable[..., Any], tmp_path: Path) -> None:

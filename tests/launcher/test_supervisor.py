@@ -40,7 +40,12 @@ until [ -s pid.0 ] && [ -s pid.2 ]; do sleep 0.02; done
     [
         ("echo bye; exit 7", 7, "exit code 7"),
         ("kill -KILL $$", 137, "signal SIGKILL"),
-        ("exec env python3 -X faulthandler -c 'import os; os.kill(os.getpid(), 11)'", 139, "signal SIGSEGV"),
+        pytest.param(
+            "exec env python3 -X faulthandler -c 'import os; os.kill(os.getpid(), 11)'",
+            139,
+            "signal SIGSEGV",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_first_failure_ends_the_job(end: str, code: int, words: str, launch: Launch, alive: Alive) -> None:
@@ -126,7 +131,7 @@ STAY = {
 @pytest.mark.parametrize(
     ("how", "nprocs"),
     [
-        ("a thread", 1),
+        pytest.param("a thread", 1, marks=pytest.mark.long),
         ("a thread", 2),
         pytest.param("an exit handler", 2, marks=pytest.mark.cluster),
         pytest.param("its program", 2, marks=pytest.mark.cluster),
@@ -155,17 +160,17 @@ def test_who_ends_in_time_is_none(launch: Launch) -> None:
     assert launch("bash", "-c", "sleep 0.$ROXXEL_PROCESS_ID", exit_timeout=30).wait()[0] == 0
 
 
-READY = "touch ready.$ROXXEL_PROCESS_ID; while :; do sleep 0.01; done"
+READY = "touch ready.$ROXXEL_PROCESS_ID; while :; do sleep 0.05; done"
 
 
 @pytest.mark.parametrize(
     ("number", "trap", "code", "words"),
     [
         (signal.SIGINT, "trap 'echo saved; exit 42' TERM; ", 42, "every rank saved"),
-        (signal.SIGTERM, "trap 'exit 42' TERM; ", 42, "every rank saved"),
+        pytest.param(signal.SIGTERM, "trap 'exit 42' TERM; ", 42, "every rank saved", marks=pytest.mark.long),
         (signal.SIGHUP, "trap 'exit 42' TERM; ", 42, "every rank saved"),
         (signal.SIGINT, "", 130, "before the ranks had saved"),
-        (signal.SIGTERM, "", 143, "before the ranks had saved"),
+        pytest.param(signal.SIGTERM, "", 143, "before the ranks had saved", marks=pytest.mark.long),
         (signal.SIGTERM, "trap 'exit $((ROXXEL_PROCESS_ID ? 42 : 9))' TERM; ", 9, "rank 0 failed first: exit code 9"),
         (signal.SIGINT, "trap '' TERM; ", 130, "before the ranks had saved"),
     ],
@@ -250,7 +255,7 @@ until [ -s pid.0 ] && [ -s pid.1 ]; do sleep 0.02; done
     ("end", "code"),
     [
         ("exit 0", 0),
-        ("[ $ROXXEL_PROCESS_ID = 0 ] && exit 7; sleep 1000", 7),
+        pytest.param("[ $ROXXEL_PROCESS_ID = 0 ] && exit 7; sleep 1000", 7, marks=pytest.mark.long),
         ("[ $ROXXEL_PROCESS_ID = 1 ] || kill -9 $PPID; sleep 1000", 137),
     ],
     ids=["done", "failure", "keeper killed"],
@@ -294,7 +299,7 @@ def test_every_process_of_a_rank_is_asked_once(launch: Launch) -> None:
     assert job.lines(0)[-1] == job.lines(1)[-1] == "saved"
 
 
-@pytest.mark.parametrize("victim", ["launcher", "agent", "agent by its name"])
+@pytest.mark.parametrize("victim", ["launcher", "agent", pytest.param("agent by its name", marks=pytest.mark.long)])
 def test_kill_9_of_launcher_or_agent_leaves_nothing(
     victim: str, launch: Launch, alive: Alive, until: Until, tmp_path: Path
 ) -> None:

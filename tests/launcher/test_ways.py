@@ -16,6 +16,7 @@ import pytest
 
 import roxxel_dist
 
+pytestmark = pytest.mark.long
 PACKAGE = Path(roxxel_dist.__file__).parent
 README = PACKAGE / "launcher" / "README.md"
 
