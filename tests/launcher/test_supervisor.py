@@ -303,7 +303,7 @@ def test_every_process_of_a_rank_is_asked_once(launch: Launch) -> None:
 def test_kill_9_of_launcher_or_agent_leaves_nothing(
     victim: str, launch: Launch, alive: Alive, until: Until, tmp_path: Path
 ) -> None:
-    script = "trap '' TERM HUP; timeout 1000 bash -c 'sleep 1000 & touch ready.$ROXXEL_PROCESS_ID; wait'; true"
+    script = "trap '' TERM HUP; timeout 1000 bash -c 'sleep 1000 & : > ready.$ROXXEL_PROCESS_ID; wait'; true"
     job = launch("bash", "-c", script)
     job.marks("ready.*", 2)
     family = job.family()
@@ -329,7 +329,7 @@ def test_kill_9_of_launcher_or_agent_leaves_nothing(
 
 
 def test_without_its_guard_an_agent_ends(launch: Launch, alive: Alive, until: Until, tmp_path: Path) -> None:
-    job = launch("bash", "-c", "timeout 1000 bash -c 'sleep 1000 & touch ready.$ROXXEL_PROCESS_ID; wait'; true")
+    job = launch("bash", "-c", "timeout 1000 bash -c 'sleep 1000 & : > ready.$ROXXEL_PROCESS_ID; wait'; true")
     job.marks("ready.*", 2)
     family = job.family()
     os.kill(family["guard"][0], signal.SIGKILL)
@@ -350,7 +350,7 @@ def test_agent_and_guard_killed_at_once_leave_no_rank(launch: Launch, alive: Ali
 
 
 def test_a_guard_that_is_killed_wakes_an_agent_that_is_stopped(launch: Launch, alive: Alive, until: Until) -> None:
-    job = launch("bash", "-c", "timeout 1000 bash -c 'sleep 1000 & touch ready.$ROXXEL_PROCESS_ID; wait'; true")
+    job = launch("bash", "-c", "timeout 1000 bash -c 'sleep 1000 & : > ready.$ROXXEL_PROCESS_ID; wait'; true")
     job.marks("ready.*", 2)
     family = job.family()
     os.kill(family["agent"][0], signal.SIGSTOP)
