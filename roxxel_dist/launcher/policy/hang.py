@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from roxxel_dist.cluster.progress import Record
-from roxxel_dist.launcher.job.limits import Limits
 
 LIMITS_S: Mapping[str, float] = {
     "start": 1800,
@@ -90,7 +89,7 @@ class HangDetector:
 
     step_timeout: float | None = None
     times: StepTimes = field(default_factory=StepTimes)
-    still_s: float = Limits.still_s
+    still_s: float = field(kw_only=True)
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _looked: float | None = None
     _stood_still: bool = False
