@@ -31,7 +31,7 @@ from hosts import Cluster
 from measure import Result, table
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
+from roxxel_dist.launcher.job.limits import Limits
 
 ROUNDS = 2
 LIMIT_S = 300.0
@@ -206,7 +206,7 @@ class KilledJob:
         again = re.findall(r"(resuming after .*)", (self._folder / "log").read_text(errors="replace"))
         note = f"step {before} at the cut; {again[-1] if again else 'no resume'}"
         what = "cable of a host pulled to the first new step, with a spare host"
-        limit = HEARTBEAT_TIMEOUT_S + 5.0
+        limit = Limits().silent_s + 5.0
         yield Result(what=what, against="s", measured=taken, target=limit, at_most=True, note=note)
 
     def _read_marks(self, killed: float, before: set[int]) -> float:

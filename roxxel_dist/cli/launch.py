@@ -174,6 +174,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
     """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
     from roxxel_dist.launcher.control import index
     from roxxel_dist.launcher.job.environment import assignments, read_env_file
+    from roxxel_dist.launcher.job.limits import SCALE_ENV, Limits
     from roxxel_dist.launcher.job.placement import placements, working_hosts
     from roxxel_dist.launcher.job.program import log_dir_for
     from roxxel_dist.launcher.job.spec import JobSpec, new_run_id
@@ -183,6 +184,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
     if options.env_from:
         _warn_of_dollars(read_env_file(options.env_from), options.env_from)
     counts = device_counts(command)
+    limits = Limits().scaled(float(os.environ.get(SCALE_ENV, "1")))
     shared = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
     run_id = options.run_id or new_run_id(index.knows)
     job = JobSpec(
@@ -191,6 +193,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
         run_id=run_id,
         log_dir=log_dir_for(tuple(command), run_id),
         env={**(read_env_file(options.env_from) if options.env_from else {}), **assignments(options.env, os.environ)},
+        limits=limits,
         **counts,
         **{name: value for name, value in dataclasses.asdict(options).items() if name in shared},
     )

@@ -32,9 +32,6 @@ enters a step. A program of the user's may begin several runs, so the step may b
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 """A mistake in the command or the config: never restarted."""
-USAGE_S = 5.0
-"""Seconds the others get after a configuration error, so that the rank that prints it (rank 0) comes to it as well:
-on a busy machine ranks start seconds apart."""
 EXIT_DRAINED = 42
 """Stopped on request, a checkpoint is saved."""
 EXIT_PREFLIGHT = 69

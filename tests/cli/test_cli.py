@@ -154,14 +154,18 @@ def test_a_port_in_use(work):
     assert tree(work) == MADE
 
 
-@pytest.mark.parametrize("words", [[], ["launch", "local", "--nprocs", 2, "--devices-per-proc", 1, "--"]])
-def test_an_existing_run_directory(work, tmp_path, words):
+LAUNCH = ["launch", "local", "--nprocs", 2, "--devices-per-proc", 1, "--"]
+
+
+@pytest.mark.parametrize("words", [[], pytest.param(LAUNCH, marks=pytest.mark.long)], ids=["train", "launch"])
+def test_an_existing_run_directory(work, tmp_path, monkeypatch, capfd, words):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text("dim: 32\n")
     (tmp_path / "old" / "training_cursor.json").write_text('{"step": 1, "last_step": 5, "finished": false}')
-    result = run(*words, *TRAIN, "--run_dir", tmp_path / "old", cwd=work)
-    assert result.returncode == 2
-    text = result.stdout + result.stderr
+    monkeypatch.chdir(work)
+    code, *texts = said(capfd, *words, *TRAIN, "--run_dir", tmp_path / "old")
+    text = "".join(texts)
+    assert code == 2, text
     assert "old holds a run already: continue it with --resume, or name another run_dir" in text
     assert "Traceback" not in text
     assert [path for path in tree(tmp_path) if not path.startswith("old/logs")] == [

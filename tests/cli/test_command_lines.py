@@ -1,6 +1,7 @@
 """Every command line that a text shows is one that the program takes, and every option that it names is there."""
 
 import ast
+import functools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -44,8 +45,8 @@ def test_what_is_wrong_is_found(words, wrong):
     assert (wrong.lower() in found.lower()) if wrong else not found, found
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_command_lines(path):
+def wrong_lines(path):
+    """What a text shows that the program does not take."""
     text = path.read_text()
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {' '.join(words)}: {found}"
@@ -61,6 +62,11 @@ def test_command_lines(path):
     for match in SPAN.finditer(text) if path.suffix == ".md" and path.parent.name != "examples" else ():
         if (name := OPTION.match(match[1])) and not is_option(name[0]):
             wrong.append(f"{path.relative_to(ROOT)}: `{match[1]}`: no command has this option")
+    return wrong
+
+
+def test_command_lines():
+    wrong = [one for path in TEXTS for one in wrong_lines(path)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -80,21 +86,31 @@ COMMAND_LINE = (
 """Modules, and folders of them, whose messages a terminal alone sees: the others serve Python programs too."""
 
 
+@functools.cache
+def parsed(path):
+    """A module, and all nodes of it."""
+    tree = ast.parse(path.read_text())
+    return list(ast.walk(tree))
+
+
+@functools.cache
 def messages(path):
     """(line, text) of every sentence in a module that is no docstring; what is put in is a 1."""
-    tree = ast.parse(path.read_text())
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    nodes, found = parsed(path), []
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    docs |= {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
-            yield node.lineno, "".join(str(p.value) if isinstance(p, ast.Constant) else "1" for p in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs | parts:
-            yield node.lineno, node.value
+            text = "".join(str(p.value) if isinstance(p, ast.Constant) else "1" for p in node.values)
+            found.append((node.lineno, text))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            found.append((node.lineno, node.value))
+    return found
 
 
 def helps(path):
     """(line, text) of the docstrings of what a command takes: `--help` shows them."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path):
         if isinstance(node, ast.ClassDef) and node.name.endswith(("Args", "Options", "Config")):
             yield from ((one.lineno, one.value.value) for one in ast.walk(node) if is_text(one))
 
@@ -103,8 +119,8 @@ def is_text(node):
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_what_messages_name_is_there(path):
+def wrong_messages(path):
+    """What the messages of a module name that is not there."""
     at_terminal = path.relative_to(PACKAGE).parts[0].removesuffix(".py").partition("_")[0] in COMMAND_LINE
     at_terminal |= path.stem in COMMAND_LINE
     wrong = []
@@ -118,6 +134,11 @@ def test_what_messages_name_is_there(path):
         if options and not at_terminal and (line, text) not in helps(path):
             found.append(f"{', '.join(options)} in a message that Python programs see too: write it as name=VALUE")
         wrong += [f"{path.relative_to(ROOT)}:{line}: {text}: {one}" for one in found if one]
+    return wrong
+
+
+def test_what_messages_name_is_there():
+    wrong = [one for path in sorted(PACKAGE.rglob("*.py")) for one in wrong_messages(path)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -142,7 +163,7 @@ def test_an_argument_is_named_as_its_reader_types_it(words, python, terminal):
 
 def arguments_of(path):
     """(line, the name) of each argument that a message of a module tells to give."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "argument":
             (name, *_) = node.args
             if isinstance(name, ast.Constant):
@@ -216,7 +237,7 @@ OTHERS = {"slots", "wrt"}
 def test_keywords_in_messages_are_parameters():
     parameters = set(FIELD_TYPES)
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in parsed(path):
             if (isinstance(node, ast.FunctionDef) and not node.name.startswith("_")) or getattr(
                 node, "name", ""
             ) == "__init__":
@@ -245,7 +266,7 @@ def test_names_in_messages_are_there():
     """What a message tells to set, to give or to call was not removed meanwhile."""
     names, functions = set(FIELD_TYPES), set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in parsed(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 functions.add(node.name)
             if isinstance(node, ast.FunctionDef):

@@ -7,7 +7,6 @@ import pty
 import random
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sysconfig
@@ -78,26 +77,12 @@ class OnTerminal:
 
 
 def after(seconds, *words, cwd):
-    """(exit code, seconds it took to end, text) of a command that gets a Ctrl-C so long after its start.
-
-    Where this process was itself kept from the processor meanwhile, the moment was another one: it is tried again.
-    """
-    started = time.monotonic()
+    """(exit code, text) of a command that gets a Ctrl-C so long after its start."""
     shown = OnTerminal(*words, cwd=cwd)
     time.sleep(seconds)
-    begun = time.monotonic()
-    if begun - started > seconds + 0.5:
-        shown.process.kill()
-        shown.end()
-        if isinstance(words[-1], Path):  # its run
-            shutil.rmtree(words[-1], ignore_errors=True)
-            with contextlib.suppress(OSError):
-                words[-1].parent.rmdir()
-        return after(seconds, *words, cwd=cwd)
     with contextlib.suppress(OSError):
         shown.type(CTRL_C)
-    code = shown.end(60)
-    return code, time.monotonic() - begun, shown.text
+    return shown.end(60), shown.text
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +102,29 @@ def one_line(text):
     return said == ["roxxel-dist: ended by SIGINT"]
 
 
+def has_mapped(shown, library):
+    """Whether the process of a command has come to the import of a compiled library."""
+    with contextlib.suppress(OSError):
+        return library in Path("/proc", str(shown.process.pid), "maps").read_text()
+    return False
+
+
 @pytest.mark.parametrize(
-    ("seconds", "words"), [pytest.param(0.4, TRAIN, marks=pytest.mark.long), (1.2, TRAIN), (2.5, FIND_LR)]
+    ("words", "moment"),
+    [
+        pytest.param(TRAIN, "_multiarray_umath", marks=pytest.mark.long),
+        (TRAIN, "jaxlib"),
+        (FIND_LR, "compiling"),
+    ],
 )
-def test_ctrl_c_while_a_command_starts(work, tmp_path, seconds, words):
+def test_ctrl_c_while_a_command_starts(work, tmp_path, words, moment):
+    """While it imports a library, and while it compiles."""
     words = (*words, tmp_path / "runs" / "x") if words is TRAIN else words
-    code, took, text = after(seconds, *words, cwd=work)
-    assert code == 130, text
-    assert took < 10, "it is two seconds at most on a machine with nothing else to do"
-    assert one_line(text)
+    shown = OnTerminal(*words, cwd=work)
+    wait_for(lambda: moment in shown.text or has_mapped(shown, moment), what=moment)
+    shown.type(CTRL_C)
+    assert shown.end() == 130, shown.text
+    assert one_line(shown.text)
     assert not (tmp_path / "runs").exists()
     assert sorted(path.name for path in work.iterdir()) == ["data", "tiny.yaml"]
 
@@ -142,10 +141,9 @@ def test_ctrl_c_at_any_moment(work, tmp_path):
     assert shown.end() == 42
     for number in range(60):
         words = (*TRAIN, tmp_path / str(number)) if number % 3 else FIND_LR
-        code, took, text = after(draw.uniform(0.2, span), *words, cwd=work)
+        code, text = after(draw.uniform(0.2, span), *words, cwd=work)
         codes.append(code)
         assert code in (42, 130, -signal.SIGINT), text  # the last one while Python itself starts
-        assert took < 10, text
         assert "Traceback" not in text
     assert codes.count(130) > 20
 
@@ -172,9 +170,7 @@ def test_ctrl_c_while_a_tokenizer_is_trained(tmp_path, size):
     shown = OnTerminal("data", "build", "text.txt", "--out", "out", "--vocab_size", 60000, cwd=tmp_path)
     wait_for(lambda: "reading" in shown.text, what="the bar of the training")
     shown.type(CTRL_C)
-    begun = time.monotonic()
-    assert shown.end(60) == 130
-    assert time.monotonic() - begun < 10
+    assert shown.end() == 130
     # The tokenizer's own thread may draw its bar once more.
     assert "roxxel-dist: ended by SIGINT" in shown.text.splitlines()
     assert os.listdir(tmp_path) == ["text.txt"]

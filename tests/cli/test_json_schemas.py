@@ -16,10 +16,10 @@ from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
 
 TINY = {"dim": 16, "num_blocks": 1, "max_context": 16, "n_devices": 1, "eval_iters": 1, "tokenizer_type": "byte"}
-PHASES = [{"steps": 4, "batch_size": 8, "seq_len": 17}, {"steps": 2, "batch_size": 4, "seq_len": 17}]
+PHASES = [{"steps": 6, "batch_size": 8, "seq_len": 17}]
 # (command, exit code)
 TYPED = [
-    ("audit runs/one", 0),
+    ("audit runs/one --steps 4:6", 0),
     ("check-layouts --config many.yaml --data_path text.txt --layouts rows", 0),
     ("compare runs/one runs/two", 1),
     ("compare runs/one runs/one", 0),

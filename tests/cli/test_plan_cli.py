@@ -136,22 +136,23 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(words)[-50:] for words, _ in MISTAKES])
-def test_plan_refuses_what_train_refuses(work, capsys, monkeypatch, words, message):
-    if words[-2] == "[":
-        words = [*words[:-2], words[-2] + words[-1]]
-    if "thread pool" not in message:
-        monkeypatch.setenv("PJRT_NPROC", "16")  # what 8 virtual shards ask for before jax starts
-    said = []
-    for name in ("train", "plan"):
-        more = ["--run_dir", "new"] if name == "train" else []
-        assert main([name, *words, *more]) == 2
-        output = capsys.readouterr()
-        told = [line for line in output.out.splitlines() if not line.startswith("initialising ")]  # that takes long
-        assert told == []
-        said.append([line for line in output.err.splitlines() if line.startswith("roxxel-dist: ")])
-    assert message in said[0][0]
-    assert said[0] == said[1]
+def refusal(capsys, *words):
+    """(exit code, what stands on stdout beside the progress of a long start, the messages)."""
+    code, output = main(list(words)), capsys.readouterr()
+    told = [line for line in output.out.splitlines() if not line.startswith("initialising ")]
+    return code, told, [line for line in output.err.splitlines() if line.startswith("roxxel-dist: ")]
+
+
+def test_plan_refuses_what_train_refuses(work, capsys, monkeypatch):
+    wrong = []
+    for given, message in MISTAKES:
+        words = [*given[:-2], given[-2] + given[-1]] if given[-2] == "[" else given
+        # Of 16 threads: what 8 virtual shards ask for before jax starts.
+        monkeypatch.setenv("PJRT_NPROC", "8" if "thread pool" in message else "16")
+        planned, trained = refusal(capsys, "plan", *words), refusal(capsys, "train", *words, "--run_dir", "new")
+        if planned != trained or planned[:2] != (2, []) or message not in planned[2][0]:
+            wrong.append((words, message, planned, trained))
+    assert wrong == []
 
 
 def test_a_plan_as_text_and_as_json(work, capsys):
@@ -197,6 +198,7 @@ def test_a_run_is_planned_by_its_name(work, capsys):
     assert "devices is 0: it must be at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_text_is_planned_for_other_devices_and_leaves_nothing(made, tmp_path):
     shutil.copy(made / "text.txt", tmp_path)
     words = ["--data_path", "text.txt", "--dim", 16, "--num_blocks", 1, "--max_context", 16, "--batch_size", 12]

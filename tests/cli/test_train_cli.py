@@ -135,6 +135,7 @@ def test_amend_goes_with_resume(work, call):
     assert not (work / "new").exists()
 
 
+@pytest.mark.long
 def test_an_amended_run(work, call, cut):
     """Both plans and the learning rate are shown first; later steps, and `batch`, keep to the new plan."""
     words = [*cut[:-4], "--max_steps", 26, "--wandb", "off", "--amend", "--phases", LONGER]

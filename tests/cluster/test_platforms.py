@@ -126,7 +126,10 @@ for words in {commands}:
     ("environ", "shown"),
     [
         ({"JAX_PLATFORMS": "cuda"}, "JAX_PLATFORMS is cuda, and this jax has cpu: install it: "),
-        ({"JAX_PLATFORMS": "foo", "PJRT_NAMES_AND_LIBRARY_PATHS": "foo:/lib/no.so"}, "jax cannot make its devices: "),
+        pytest.param(
+            {"JAX_PLATFORMS": "foo", "PJRT_NAMES_AND_LIBRARY_PATHS": "foo:/lib/no.so"}, "jax cannot make its devices: ",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["no plugin", "a plugin without its library"],
 )  # fmt: skip

@@ -21,7 +21,10 @@ open(f"stopped-{process_index()}", "w").write(str(stopped))
 """
 
 
-@pytest.mark.parametrize(("rank", "name"), [(1, "SIGTERM"), (0, "SIGINT"), (1, "SIGUSR1")])
+MORE = [pytest.param(*row, marks=pytest.mark.long) for row in ((0, "SIGINT"), (1, "SIGUSR1"))]
+
+
+@pytest.mark.parametrize(("rank", "name"), [(1, "SIGTERM"), *MORE])
 def test_one_rank_is_asked_to_stop_before_its_first_step_and_all_do_after_the_same_one(tmp_path, rank, name):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = run("launch", "local", "--nprocs", 2, "--", "python", "program.py", rank, name, cwd=tmp_path)

@@ -1,5 +1,6 @@
 """Real launchers, started as programs of their own, and what tests ask about processes."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -20,23 +21,26 @@ from ray_nodes import RayNodes, ray_nodes
 from slurm_desk import Desk
 
 from roxxel_dist.cli import main
+from roxxel_dist.launcher.job.limits import SCALE_ENV, Limits
 
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from roxxel_dist.launcher.transport import pool
 from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.control.supervisor import run
 job = json.loads(sys.argv[1])
 hosts = job.pop("hosts", None)
-pool.SILENT_S = job.pop("silent_s", pool.SILENT_S)
+limits = Limits(**job.pop("limits"))
 class Backend(LocalBackend):  # several agents on this machine stand for several hosts
     hosts = hosts or LocalBackend().hosts
 job["log_dir"] = Path(job["log_dir"])
-sys.exit(run(JobSpec(command=tuple(sys.argv[2:]), **job), Backend()))
+sys.exit(run(JobSpec(command=tuple(sys.argv[2:]), limits=limits, **job), Backend()))
 """
 LIMIT_S = 180.0
+SCALE = 0.2
+"""Of the time limits of the jobs of this room, but for those on hosts of their own: tests wait for silences."""
 RUN_ID = f"run_{os.getpid()}"
 """Of this test process alone: another one's ranks are not what this one's have left."""
 
@@ -94,6 +98,19 @@ class Launch:
         return sorted(self.folder.glob(pattern))
 
 
+@pytest.fixture(autouse=True)
+def time_scale(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`launch` finds it, here and in programs that a test starts."""
+    if request.node.get_closest_marker("cluster") is None:
+        monkeypatch.setenv(SCALE_ENV, str(SCALE))
+
+
+@pytest.fixture
+def limits() -> Limits:
+    """Of a job of this room."""
+    return Limits().scaled(SCALE)
+
+
 @pytest.fixture
 def alive() -> Callable[[int], bool]:
     return is_alive
@@ -117,7 +134,7 @@ def cli(
             if environ is not None:
                 for name in list(os.environ):
                     patch.delenv(name)
-                for name, value in environ.items():
+                for name, value in {SCALE_ENV: str(SCALE), **environ}.items():
                     patch.setenv(name, value)
             code = main([str(word) for word in words])
         return subprocess.CompletedProcess(words, code, *capfd.readouterr())
@@ -126,15 +143,20 @@ def cli(
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+def launch(tmp_path: Path, limits: Limits) -> Iterator[Callable[..., Launch]]:
     """Start a launcher with `tmp_path` as its working directory; its temporary files go to `tmp_path/tmp`."""
     (tmp_path / "tmp").mkdir()
     started: list[subprocess.Popen[bytes]] = []
 
     def start(
-        *command: str, stdout: int = subprocess.PIPE, environ: dict[str, str] | None = None, **job: Any
+        *command: str,
+        stdout: int = subprocess.PIPE,
+        environ: dict[str, str] | None = None,
+        limits: Limits = limits,
+        **job: Any,
     ) -> Launch:
         spec = {"nprocs": 2, "run_id": RUN_ID, "max_restarts": 0, "log_dir": str(tmp_path / "logs"), **job}
+        spec["limits"] = dataclasses.asdict(limits)
         outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, json.dumps(spec), *command],

@@ -71,7 +71,7 @@ if rank == 1:
 while file.exists() and file.stat().st_size:
     time.sleep(0.01)
 Progress.from_env(rank).say("")
-time.sleep(1.5)
+time.sleep(0.5)
 raise SystemExit(rank * 5)
 """
 

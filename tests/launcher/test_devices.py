@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import device_hosts
 import pytest
 from cpu_quota import group, missing
 from device_hosts import SLOW_CPUS, DeviceHosts, check
@@ -41,7 +42,7 @@ def start(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
         (tmp_path / "ranks").write_text("")
         values = {"command": command, "hosts": list(hosts), "nprocs": 2, "faults": {}, **job}
         env = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
-        env |= {"XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONPATH": str(Path(__file__).parent.parent)}
+        env |= {"XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONPATH": str(Path(device_hosts.__file__).parent)}
         line = [sys.executable, "-c", PROGRAM, json.dumps(values)]
         done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=False)
         return done.returncode, done.stderr, sorted((tmp_path / "ranks").read_text().split())
@@ -77,6 +78,11 @@ def test_without_a_spare_host_a_wrong_device_is_refused(start: Callable[..., tup
     code, err, ranks = start("ab", faults={"b": "wrong"})
     assert (code, ranks) == (69, [])
     assert "roxxel-dist: b: device 0 is wrong in a product of matrices" in err
+
+
+@pytest.mark.long
+def test_a_host_that_passes_again_is_forgotten(start: Callable[..., tuple[int, str, list[str]]]) -> None:
+    assert start("ab", faults={"b": "wrong"})[0] == 69
     code, err, ranks = start("ab")
     assert (code, ranks) == (0, ["a", "b"]), "it passed"
     assert "failed in the last day" in err

@@ -80,8 +80,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "command",
     [
-        [sys.executable, "pool.py"],  # workers of a pool
-        ["bash", "-c", f"{sys.executable} pool.py; exit $?"],  # a program of a shell
+        pytest.param([sys.executable, "pool.py"], marks=pytest.mark.long),  # workers of a pool
+        pytest.param(["bash", "-c", f"{sys.executable} pool.py; exit $?"], marks=pytest.mark.long),  # of a shell
         ["bash", "-c", f"bash -c '{sys.executable} pool.py; exit $?'; exit $?"],
         ["env", "A=b", sys.executable, "pool.py"],
     ],
@@ -101,13 +101,18 @@ def test_the_request_reaches_the_program_and_not_its_workers(
 @pytest.mark.parametrize(
     ("where", "number"),
     [
-        ("launcher", signal.SIGTERM),
-        ("launcher", signal.SIGUSR1),
         ("launcher", signal.SIGUSR2),
         ("launcher", signal.SIGXCPU),
-        ("steps", signal.SIGUSR1),
-        ("steps", signal.SIGUSR2),
         ("steps", signal.SIGTERM),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                ("launcher", signal.SIGTERM),
+                ("launcher", signal.SIGUSR1),
+                ("steps", signal.SIGUSR1),
+                ("steps", signal.SIGUSR2),
+            )
+        ),
     ],
 )
 def test_signals_of_batch_systems_are_requests(where: str, number: int, launch: Launch, tmp_path: Path) -> None:
@@ -123,7 +128,7 @@ def test_signals_of_batch_systems_are_requests(where: str, number: int, launch: 
 
 
 SAVES = (
-    "trap 'sleep 1; touch saved.$ROXXEL_PROCESS_ID; exit 42' TERM; touch up.$ROXXEL_PROCESS_ID; "
+    "trap 'sleep .4; touch saved.$ROXXEL_PROCESS_ID; exit 42' TERM; touch up.$ROXXEL_PROCESS_ID; "
     "while :; do sleep .1; done"
 )
 TERM, HUP, INT, USR1 = signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1
@@ -131,8 +136,9 @@ TERM, HUP, INT, USR1 = signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGU
 
 @pytest.mark.parametrize(
     ("numbers", "tree"),
-    [([TERM, HUP], False), ([TERM, HUP], True), ([HUP, TERM], True), ([INT, TERM], False), ([INT, INT], False),
-     ([USR1, TERM], False), ([TERM, TERM], True)],
+    [([TERM, HUP], True), ([INT, INT], False), ([USR1, TERM], False),
+     *(pytest.param(*row, marks=pytest.mark.long)
+       for row in (([TERM, HUP], False), ([HUP, TERM], True), ([INT, TERM], False), ([TERM, TERM], True)))],
     ids=lambda value: "+".join(number.name for number in value) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_two_signals_of_a_system_are_one_request(
@@ -155,7 +161,7 @@ def test_two_signals_of_a_system_are_one_request(
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="GNU timeout is not here")
 def test_the_request_of_gnu_timeout_is_one(tmp_path: Path) -> None:
     """It signals the launcher, and then its own process group, in which the launcher is."""
-    words = ["timeout", "--signal=TERM", "4", sys.executable, "-m", "roxxel_dist", "launch", "local", "--nprocs", "2"]
+    words = ["timeout", "--signal=TERM", "2", sys.executable, "-m", "roxxel_dist", "launch", "local", "--nprocs", "2"]
     done = subprocess.run(
         [*words, "--", "bash", "-c", SAVES],
         cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from hosts import CONTROLLER, Cluster
 
-from roxxel_dist.launcher.host.lease import FRESH_S, ORPHAN_S, Lease
+from roxxel_dist.launcher.host.lease import Lease
+from roxxel_dist.launcher.job.limits import Limits
 
 Until = Callable[[Callable[[], Any], str], None]
 BEAT = """
 touch up.$ROXXEL_ATTEMPT.$ROXXEL_PROCESS_ID
 until [ -e go ]; do date +%s.%N >> beats.$ROXXEL_ATTEMPT.$ROXXEL_PROCESS_ID; sleep 0.2; done
 """
+LIMITS = Limits()
 CUT_S = 13.0
 """Longer than a host alone may be silent."""
 WAYS = pytest.mark.parametrize("way", ["ssh", "exec over ssh"])
@@ -150,7 +152,7 @@ class Agents:
 
     def __init__(self) -> None:
         terms = {"limit": 60.0, "hosts": 3, "token": "t", "address": "127.0.0.1"}
-        self.leases = [Lease({**terms, "index": index}) for index in range(3)]
+        self.leases = [Lease({**terms, "index": index}, LIMITS) for index in range(3)]
         (self.port,) = [lease.port for lease in self.leases if lease.port is not None]
         for lease in self.leases[1:]:
             lease.meet(self.port)
@@ -180,7 +182,7 @@ def test_a_lease_holds_only_while_no_host_hears_the_launcher(heard: int, agents:
     silent = [30.0] * 3
     silent[heard] = 0.4
     assert agents.check(*silent) == [False] * 3
-    silent[heard] = ORPHAN_S + 0.1
+    silent[heard] = LIMITS.orphan_s + 0.1
     assert agents.check(*silent) == [True] * 3
     silent[heard] = 0.2  # it hears again; the others have TCP's next try before them
     assert agents.check(*silent) == [index != heard for index in range(3)]
@@ -190,9 +192,9 @@ def test_an_old_question_or_that_of_a_stranger_holds_no_lease(agents: Agents) ->
     assert agents.check(30, 30, 0) == [False] * 3
     assert agents.check(30, 0, 30) == [True, False, True]  # asked by 1 a moment ago
     assert agents.check(0, 0, 0) == [False] * 3
-    agents.now += FRESH_S + 0.1
+    agents.now += LIMITS.fresh_s + 0.1
     assert agents.check(30, 0, 30) == [False] * 3
-    stranger = Lease({"limit": 60.0, "hosts": 3, "token": "other", "address": "127.0.0.1", "index": 1})
+    stranger = Lease({"limit": 60.0, "hosts": 3, "token": "other", "address": "127.0.0.1", "index": 1}, LIMITS)
     stranger.meet(agents.port)
     stranger.check(30, agents.now)
     assert agents.check(30, 0, 30) == [False] * 3
@@ -200,8 +202,8 @@ def test_an_old_question_or_that_of_a_stranger_holds_no_lease(agents: Agents) ->
 
 
 def test_the_only_host_has_a_lease_and_needs_no_answer() -> None:
-    lease = Lease({"limit": 60.0, "hosts": 1, "token": "t", "address": "127.0.0.1", "index": 0})
+    lease = Lease({"limit": 60.0, "hosts": 1, "token": "t", "address": "127.0.0.1", "index": 0}, LIMITS)
     assert (lease.fd, lease.port) == (None, None)
-    for silent_s, holds in ((0.0, False), (ORPHAN_S, True), (0.0, False)):
+    for silent_s, holds in ((0.0, False), (LIMITS.orphan_s, True), (0.0, False)):
         lease.check(silent_s, 100.0)
         assert lease.holds is holds

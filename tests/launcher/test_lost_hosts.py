@@ -17,9 +17,9 @@ from commands import FAST
 from hosts import CONTROLLER, ROOT, Cluster
 
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, exit_code
 from roxxel_dist.launcher.policy.restart import Cause, classify
-from roxxel_dist.launcher.preflight.candidates import LOOK_S
 
 Until = Callable[[Callable[[], Any], str], None]
 WAYS = pytest.mark.parametrize("way", ["ssh", "exec over ssh"])
@@ -91,7 +91,7 @@ def test_a_host_that_is_back_is_taken_in_again(
     until(lambda: up(1, 1), "one host")
     hosts.restore("h2")
     if at_checkpoint:
-        time.sleep(2 * LOOK_S)  # it is back, and no checkpoint is saved
+        time.sleep(2 * Limits().look_s)  # it is back, and no checkpoint is saved
         assert up(1, 1)
         (tmp_path / "save").touch()
     assert launch.wait(200) == 0, (tmp_path / "screen.txt").read_text()

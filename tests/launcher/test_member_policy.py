@@ -195,13 +195,13 @@ def test_a_list_that_is_being_written_changes_nothing(
     path = tmp_path / "hosts"
     path.write_text("a\nb\n")
     job = JobSpec(command=("true",), nprocs=2, run_id="r", log_dir=tmp_path, hosts_from=str(path))
+    monkeypatch.setattr(membership, "AGAIN_S", 0.1)
+    monkeypatch.setattr(membership, "FILE_S", 0.1)
     with Inbox(job, ["a", "b"]) as inbox:
-        for number in range(75):  # a writer that never rests
+        for number in range(40):  # a writer that never rests
             path.write_text("a\n" + "b\n" * (number % 2) + "c" * number)
             time.sleep(0.02)
         path.write_text("a\nb\nc\n")
-        monkeypatch.setattr(membership, "AGAIN_S", 0.1)
-        monkeypatch.setattr(membership, "FILE_S", 0.1)
         until(lambda: not inbox.lists.empty(), "the list")
         assert inbox.lists.get() == ["a", "b", "c"]
         path.unlink()

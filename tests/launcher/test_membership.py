@@ -170,13 +170,14 @@ Progress.from_env(int(os.environ["ROXXEL_PROCESS_ID"])).enter(1)
 )
 
 
+@pytest.mark.long
 def test_a_host_that_comes_during_the_first_step_joins_when_it_is_done(local: LocalJob, tmp_path: Path) -> None:
     """It compiles, which may take minutes: ranks that have nothing to save would begin again for each host."""
     local.start("a", "b", program=COMPILING)
     assert local.up(0, 2) == ["a", "b"]
     local.name("a", "b", "c")
-    local.until(lambda: "c" in local.spares(), "c is warm")
-    time.sleep(3.0)  # its imports end, and the controller looks twice a second
+    local.until(lambda: is_waiting_spare(local.spares().get("c", 0)), "c is warm")
+    time.sleep(1.0)  # the controller looks four times a second
     assert "the ranks get" not in local.screen
     (tmp_path / "done").touch()
     assert local.up(1, 3) == ["a", "b", "c"], local.screen
@@ -242,7 +243,7 @@ def test_a_mistake_with_hosts_that_wait_is_said_and_others_are_looked_at(
         hosts=("a",), port=None, accepted=(), plan=lambda _: None, grows_with=lambda _: False, machines={}
     )  # fmt: skip
     warm: Any = SimpleNamespace(hosts=("c",))
-    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(), warm) as looking:
+    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(pause_s=0.01), warm) as looking:
         looking.watch((), ("b",))
         end = time.monotonic() + 30
         while len(tended) < 3 and time.monotonic() < end:
@@ -269,7 +270,7 @@ def test_a_mistake_in_a_look_at_hosts_is_said_and_they_are_looked_at_again(
         hosts=("a",), port=None, accepted=(), plan=lambda _: None, grows_with=lambda _: False, machines={}
     )  # fmt: skip
     warm: Any = SimpleNamespace(hosts=())
-    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(), warm) as looking:
+    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(pause_s=0.01), warm) as looking:
         looking.watch((), ("b",))
         end = time.monotonic() + 30
         while len(looks) < 3 and time.monotonic() < end:

@@ -15,6 +15,10 @@ from json_schemas import messages
 from jsonschema import Draft202012Validator
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.control.notify import Notifier
+from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 
 pytestmark = pytest.mark.xdist_group("launch")
@@ -34,14 +38,19 @@ SHORT = """
 import os, resource, sys
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.control import notify
 from roxxel_dist.launcher.control.supervisor import run
+from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.control.notify import Notifier
+from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
-notify.LIMIT_S, notify.END_S = float(sys.argv[1]), float(sys.argv[2])
+limits = Limits(notify_s=float(sys.argv[1]), notify_end_s=float(sys.argv[2]))
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # as of a job of 300 hosts
-job = JobSpec(command=("bash", "-c", "exit 7"), nprocs=1, run_id="short", log_dir=Path("logs"), notify=sys.argv[3])
+shell = ("bash", "-c", "exit 7")
+job = JobSpec(command=shell, nprocs=1, run_id="short", log_dir=Path("logs"), notify=sys.argv[3], limits=limits)
 sys.exit(run(job, LocalBackend()))
 """
 
@@ -103,14 +112,14 @@ def test_what_preflight_refuses_is_an_end_too(launch: Launch, tmp_path: Path) ->
     assert end["words"] in err
 
 
-# (LIMIT_S, END_S, the command, what the launcher says about it)
+# (notify_s, notify_end_s, the command, what the launcher says about it)
 WRONG = {
     "there is no such command": (9, 9, "no-such-command-at-all", "exit code 127: "),
     "it fails and says why": (9, 9, "echo one; echo last words >&2; exit 3", "exit code 3: last words"),
     "it fails in silence": (9, 9, "exit 4", "exit code 4: it printed nothing"),
     "it dies": (9, 9, "kill -9 $$", "signal 9: it printed nothing"),
     "it writes a megabyte": (9, 9, "head -c 1000000 /dev/zero | tr '\\0' x; exit 5", f"exit code 5: {'x' * 200}"),
-    "it writes what commands a terminal": (9, 9, "printf '\\033[2Jgone'; exit 6", "exit code 6: \\x1b[2Jgone"),
+    "it writes what commands a terminal": (9, 9, "printf '\\033[2Jgone'; exit 6", "exit code 6: \x1b[2Jgone"),
     "it does not end": (0.3, 9, "exec sleep 1000", "the command did not end within 0.3 s: it was killed"),
     "it does not end, nor do its children": (0.3, 9, "sleep 1001; true", "did not end within 0.3 s: it was killed"),
     "the job is over before it": (
@@ -125,18 +134,36 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_command_that_fails_is_one_line(case: str, tmp_path: Path, alive: Callable[[int], bool]) -> None:
-    limit, end, command, words = WRONG[case]
-    line = [sys.executable, "-c", SHORT, str(limit), str(end), command]
+def said_of(command: str, limits: Limits, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the launcher says of a command at the end of a job."""
+    said: list[str] = []
+    monkeypatch.chdir(folder)
+    job = JobSpec(command=("true",), nprocs=1, run_id="said", log_dir=folder / "logs", notify=command, limits=limits)
+    recorder = JobRecorder(job, LocalBackend())
+    notifier = Notifier(command, lambda: recorder.entry, said.append, limits)
+    notifier.send("end", "the job is done", code=0)
+    notifier.close(lambda seconds: time.sleep(seconds) or ())
+    return said
+
+
+@pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
+def test_a_command_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {}
+    for case, (limit, end, command, words) in WRONG.items():
+        said = said_of(command, Limits(notify_s=limit, notify_end_s=end), tmp_path, monkeypatch)
+        shown = "".join(said).replace("no-such-command-at-all", "")
+        if len(said) != bool(words) or words not in "".join(said) or command in shown:
+            wrong[case] = said
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert wrong == {}
+
+
+def test_a_job_says_what_its_command_said(tmp_path: Path) -> None:
+    """With more open files than select() knows, and without what would command a terminal."""
+    line = [sys.executable, "-c", SHORT, "9", "9", WRONG["it writes what commands a terminal"][2]]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    lines = [line for line in done.stderr.splitlines() if "--notify" in line]
-    assert done.returncode == 7, done.stderr
-    assert len(lines) == bool(words)
-    assert words in "".join(lines)
-    assert command not in "".join(lines).replace("no-such-command-at-all", "")
-    if (tmp_path / "child").exists():
-        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    (said,) = [line for line in done.stderr.splitlines() if "--notify" in line]
+    assert (done.returncode, "exit code 6: \\x1b[2Jgone" in said) == (7, True), done.stderr
 
 
 def test_ctrl_c_ends_the_wait_and_the_command_with_its_children(tmp_path: Path, alive: Callable[[int], bool]) -> None:

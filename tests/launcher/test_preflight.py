@@ -21,10 +21,10 @@ import roxxel_dist
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.host.protocol import Message
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.program import log_dir_for
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
-from roxxel_dist.launcher.transport import pool as pool_module
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import HostQuestions, Interrupted
 
@@ -178,9 +178,9 @@ def test_a_silent_host_has_a_limit() -> None:
     with HostPool(Children(hosts)) as pool:
         questions = HostQuestions(pool)
         assert "machine" in questions.ask({"a": {**FACTS, "compare": False}})["a"]
-        answers = questions.ask({host: {"ask": "nothing"} for host in hosts}, limit_s=3)
+        answers = questions.ask({host: {"ask": "nothing"} for host in hosts}, limit_s=0.5)
         assert set(answers) == {"a"}
-        assert "did not answer within 3 s" in questions.unreachable["b"]
+        assert "did not answer within 0.5 s" in questions.unreachable["b"]
         assert set(questions.ask({host: {"ask": "nothing"} for host in hosts})) == {"a"}  # it is not waited for again
 
 
@@ -188,8 +188,8 @@ def test_what_fails_in_a_heartbeat_ends_no_heartbeat(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Without them each agent would end its ranks."""
-    monkeypatch.setattr(pool_module, "HEARTBEAT_S", 0.01)
-    with HostPool(Children({"a": {}, "b": {}})) as pool:
+    limits = Limits(heartbeat_s=0.01)
+    with HostPool(Children({"a": {}, "b": {}}), limits=limits) as pool:
         first, second = (pool.connect(host) for host in "ab")
         first.started = second.started = True
         monkeypatch.setattr(first, "_outbox", None)  # a TypeError at each heartbeat of it

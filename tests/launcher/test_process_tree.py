@@ -24,7 +24,7 @@ from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, 
 def tree(script):
     reads, writes = os.pipe()
     options = {"stdout": writes, "start_new_session": True, "preexec_fn": die_with_parent}
-    made = Tree(lambda: subprocess.Popen(["bash", "-c", script], **options), holds=(writes,))
+    made = Tree(lambda: subprocess.Popen(["bash", "-c", script], **options), holds=(writes,), kill_s=8.0)
     os.close(writes)
     return made, open(reads)
 def say(*words):
@@ -33,7 +33,7 @@ def say(*words):
 AGENT = """
 os.makedirs(sys.argv[1] + "/a/b"); open(sys.argv[1] + "/a/b/c", "w").close()
 open(sys.argv[1] + "/progress", "w").close()
-guard = os.getpid(); heartbeat = go_on_under_guard([sys.argv[1]], float(sys.argv[2]))
+guard = os.getpid(); heartbeat = go_on_under_guard([sys.argv[1]], 8.0, float(sys.argv[2]))
 rank, out = tree(sys.argv[3])
 say(guard, os.getpid(), rank.keeper, rank.pid, int(out.readline()), int(out.readline()))
 while True:
@@ -182,7 +182,7 @@ import threading
 from roxxel_dist.launcher.host.process_tree import SpawnedTree
 threading.Thread(target=sys.stdin.read, daemon=True).start()
 reads, writes = os.pipe()
-tree = SpawnedTree(["bash", "-c", sys.argv[1]], dict(os.environ), writes, None, float(sys.argv[2]))
+tree = SpawnedTree(["bash", "-c", sys.argv[1]], dict(os.environ), writes, None, float(sys.argv[2]), 8.0)
 os.close(writes)
 say(tree.keeper, tree.pid, *(int(line) for _, line in zip(range(int(sys.argv[3])), open(reads, closefd=False))))
 if sys.argv[4] == "end":

@@ -302,7 +302,12 @@ def test_what_ends_restarts_and_that_the_first_cause_is_told(
 
 
 @pytest.mark.parametrize(
-    ("script", "code"), [("raise KeyError", 1), ("raise SystemExit(2)", 2), ("raise SystemExit(7)", 7)]
+    ("script", "code"),
+    [
+        ("raise KeyError", 1),
+        pytest.param("raise SystemExit(2)", 2, marks=pytest.mark.long),
+        pytest.param("raise SystemExit(7)", 7, marks=pytest.mark.long),
+    ],
 )
 def test_an_error_of_the_program_is_not_tried_again(script: str, code: int, launch: Launch, tmp_path: Path) -> None:
     script = f"import os; open('ran.' + os.environ['ROXXEL_ATTEMPT'], 'w').close(); {script}"
@@ -314,16 +319,16 @@ def test_an_error_of_the_program_is_not_tried_again(script: str, code: int, laun
 
 RAISE = """
 import os, jax
-if os.environ["ROXXEL_ATTEMPT"] + os.environ["ROXXEL_PROCESS_ID"] == "01":
+if os.environ["ROXXEL_ATTEMPT"] == "0":
     raise jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error")
 """
 
 
 def test_an_exception_of_the_runtime_is_infrastructure(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "ecc.py").write_text(RAISE)
-    code, _, err = launch("python", "ecc.py", max_restarts=3).wait()
+    code, _, err = launch("python", "ecc.py", nprocs=1, max_restarts=3).wait()
     assert code == 0
-    assert "rank 1 failed first: exit code 77" in err
+    assert "rank 0 failed first: exit code 77" in err
     assert "JaxRuntimeError: INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE" in err
     assert "restart 1 of 3, immediately" in err
 
@@ -406,7 +411,7 @@ print(memory, sorted(path.name for path in memory.iterdir()), flush=True)
 Path(f"ran.{attempt}.{os.environ['ROXXEL_PROCESS_ID']}").touch()
 while not Path(f"go.{attempt}").exists():
     time.sleep(0.01)
-if attempt < 3:
+if attempt < 2:
     os.kill(os.getpid(), 9)
 """
 
@@ -414,18 +419,18 @@ if attempt < 3:
 def test_agent_and_folder_in_memory_outlive_an_attempt(
     launch: Launch, alive: Alive, until: Callable[..., None]
 ) -> None:
-    job = launch("env", sys.executable, "-c", SAME, nprocs=1, max_restarts=3)
+    job = launch("env", sys.executable, "-c", SAME, nprocs=1, max_restarts=2)
     families = []
-    for attempt in range(4):
+    for attempt in range(3):
         job.marks(f"ran.{attempt}.0", 1)
         families.append(job.family())
         (job.folder / f"go.{attempt}").touch()
     code, out, _ = job.wait()
     assert code == 0
     assert len({(*family["guard"], *family["agent"]) for family in families}) == 1
-    assert len({pid for family in families for pid in family["keepers"]}) == 4
+    assert len({pid for family in families for pid in family["keepers"]}) == 3
     *_, path, names = out.splitlines()[-1].split(maxsplit=4)
-    assert names == "['block.0', 'block.1', 'block.2', 'block.3', 'key']"
+    assert names == "['block.0', 'block.1', 'block.2', 'key']"
     assert not Path(path).exists()
     assert not any(alive(pid) for family in families for pid in family["all"])
 

@@ -63,24 +63,15 @@ while not os.path.exists("end"):
 """
 
 
-@pytest.mark.parametrize("differs", ["module", "nothing"])
-def test_ranks_with_different_sources_do_not_go_on(launch: Launch, tmp_path: Path, differs: str) -> None:
+def test_ranks_with_different_sources_do_not_go_on(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     for rank in range(2):
         (tmp_path / f"there.{rank}").mkdir()
-        value = rank if differs == "module" else 0
-        (tmp_path / f"there.{rank}" / "mine.py").write_text(f"VALUE = {value}\n")
-    job = launch("python", "program.py", max_restarts=3)
-    if differs == "nothing":
-        job.marks("runs.0.*", 2)
-        (tmp_path / "end").touch()
-        assert job.wait()[0] == 0
-        return
-    code, _, err = job.wait()
+        (tmp_path / f"there.{rank}" / "mine.py").write_text(f"VALUE = {rank}\n")
+    code, _, err = launch("python", "program.py", max_restarts=0).wait()
     assert code == 69, err
-    assert err.count("/mine.py than rank ") >= 2  # in two attempts
+    assert "/mine.py than rank " in err
     assert "all ranks must run the same code" in err
-    assert "in an earlier attempt too, so a restart would not help" in err
 
 
 def test_the_program_itself_counts(launch: Launch, tmp_path: Path) -> None:
@@ -106,6 +97,7 @@ def test_an_edit_during_a_start_is_tried_again(attempts: list[int], again: bool)
     assert exit_code(AttemptResult(exits=ends, differs=CodeDiffers(rank=1, host="h", text=""))) == 69
     assert {one.cause for one in told} == {Cause.INFRASTRUCTURE}
     decision = next_action(told, 3)
+    assert ("in an earlier attempt too, so a restart would not help" in decision.why) is not again
     assert (decision.again, decision.code) == (again, 0 if again else 69)
 
 

@@ -18,6 +18,7 @@ import pytest
 from roxxel_dist.cluster.stop_requests import FORWARD_S
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.supervisor import run
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 
 pytestmark = pytest.mark.xdist_group("launch")  # not beside test_worker.py, of whose ranks a launch would tell
@@ -39,7 +40,12 @@ until [ -s pid.0 ] && [ -s pid.2 ]; do sleep 0.02; done
     [
         ("echo bye; exit 7", 7, "exit code 7"),
         ("kill -KILL $$", 137, "signal SIGKILL"),
-        ("exec env python3 -X faulthandler -c 'import os; os.kill(os.getpid(), 11)'", 139, "signal SIGSEGV"),
+        pytest.param(
+            "exec env python3 -X faulthandler -c 'import os; os.kill(os.getpid(), 11)'",
+            139,
+            "signal SIGSEGV",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_first_failure_ends_the_job(end: str, code: int, words: str, launch: Launch, alive: Alive) -> None:
@@ -125,7 +131,7 @@ STAY = {
 @pytest.mark.parametrize(
     ("how", "nprocs"),
     [
-        ("a thread", 1),
+        pytest.param("a thread", 1, marks=pytest.mark.long),
         ("a thread", 2),
         pytest.param("an exit handler", 2, marks=pytest.mark.cluster),
         pytest.param("its program", 2, marks=pytest.mark.cluster),
@@ -154,17 +160,17 @@ def test_who_ends_in_time_is_none(launch: Launch) -> None:
     assert launch("bash", "-c", "sleep 0.$ROXXEL_PROCESS_ID", exit_timeout=30).wait()[0] == 0
 
 
-READY = "touch ready.$ROXXEL_PROCESS_ID; while :; do sleep 0.01; done"
+READY = "touch ready.$ROXXEL_PROCESS_ID; while :; do sleep 0.05; done"
 
 
 @pytest.mark.parametrize(
     ("number", "trap", "code", "words"),
     [
         (signal.SIGINT, "trap 'echo saved; exit 42' TERM; ", 42, "every rank saved"),
-        (signal.SIGTERM, "trap 'exit 42' TERM; ", 42, "every rank saved"),
+        pytest.param(signal.SIGTERM, "trap 'exit 42' TERM; ", 42, "every rank saved", marks=pytest.mark.long),
         (signal.SIGHUP, "trap 'exit 42' TERM; ", 42, "every rank saved"),
         (signal.SIGINT, "", 130, "before the ranks had saved"),
-        (signal.SIGTERM, "", 143, "before the ranks had saved"),
+        pytest.param(signal.SIGTERM, "", 143, "before the ranks had saved", marks=pytest.mark.long),
         (signal.SIGTERM, "trap 'exit $((ROXXEL_PROCESS_ID ? 42 : 9))' TERM; ", 9, "rank 0 failed first: exit code 9"),
         (signal.SIGINT, "trap '' TERM; ", 130, "before the ranks had saved"),
     ],
@@ -249,7 +255,7 @@ until [ -s pid.0 ] && [ -s pid.1 ]; do sleep 0.02; done
     ("end", "code"),
     [
         ("exit 0", 0),
-        ("[ $ROXXEL_PROCESS_ID = 0 ] && exit 7; sleep 1000", 7),
+        pytest.param("[ $ROXXEL_PROCESS_ID = 0 ] && exit 7; sleep 1000", 7, marks=pytest.mark.long),
         ("[ $ROXXEL_PROCESS_ID = 1 ] || kill -9 $PPID; sleep 1000", 137),
     ],
     ids=["done", "failure", "keeper killed"],
@@ -293,11 +299,11 @@ def test_every_process_of_a_rank_is_asked_once(launch: Launch) -> None:
     assert job.lines(0)[-1] == job.lines(1)[-1] == "saved"
 
 
-@pytest.mark.parametrize("victim", ["launcher", "agent", "agent by its name"])
+@pytest.mark.parametrize("victim", ["launcher", "agent", pytest.param("agent by its name", marks=pytest.mark.long)])
 def test_kill_9_of_launcher_or_agent_leaves_nothing(
     victim: str, launch: Launch, alive: Alive, until: Until, tmp_path: Path
 ) -> None:
-    script = "trap '' TERM HUP; timeout 1000 bash -c 'sleep 1000 & touch ready.$ROXXEL_PROCESS_ID; wait'; true"
+    script = "trap '' TERM HUP; timeout 1000 bash -c 'sleep 1000 & : > ready.$ROXXEL_PROCESS_ID; wait'; true"
     job = launch("bash", "-c", script)
     job.marks("ready.*", 2)
     family = job.family()
@@ -323,7 +329,7 @@ def test_kill_9_of_launcher_or_agent_leaves_nothing(
 
 
 def test_without_its_guard_an_agent_ends(launch: Launch, alive: Alive, until: Until, tmp_path: Path) -> None:
-    job = launch("bash", "-c", "timeout 1000 bash -c 'sleep 1000 & touch ready.$ROXXEL_PROCESS_ID; wait'; true")
+    job = launch("bash", "-c", "timeout 1000 bash -c 'sleep 1000 & : > ready.$ROXXEL_PROCESS_ID; wait'; true")
     job.marks("ready.*", 2)
     family = job.family()
     os.kill(family["guard"][0], signal.SIGKILL)
@@ -344,7 +350,7 @@ def test_agent_and_guard_killed_at_once_leave_no_rank(launch: Launch, alive: Ali
 
 
 def test_a_guard_that_is_killed_wakes_an_agent_that_is_stopped(launch: Launch, alive: Alive, until: Until) -> None:
-    job = launch("bash", "-c", "timeout 1000 bash -c 'sleep 1000 & touch ready.$ROXXEL_PROCESS_ID; wait'; true")
+    job = launch("bash", "-c", "timeout 1000 bash -c 'sleep 1000 & : > ready.$ROXXEL_PROCESS_ID; wait'; true")
     job.marks("ready.*", 2)
     family = job.family()
     os.kill(family["agent"][0], signal.SIGSTOP)
@@ -460,8 +466,10 @@ def test_a_lost_agent_ends_the_other_hosts(launch: Launch, alive: Alive, until: 
     until(lambda: not any(map(alive, family)), "all processes to be gone")
 
 
-def test_an_agent_that_says_nothing_is_taken_for_gone(launch: Launch, alive: Alive, until: Until) -> None:
-    job = launch("bash", "-c", READY, nprocs=2, hosts=["left", "right"], silent_s=4.0)
+def test_an_agent_that_says_nothing_is_taken_for_gone(
+    launch: Launch, alive: Alive, until: Until, limits: Limits
+) -> None:
+    job = launch("bash", "-c", READY, nprocs=2, hosts=["left", "right"], limits=limits)
     job.marks("ready.*", 2)
     guards = psutil.Process(job.process.pid).children()
     family = [child.pid for child in psutil.Process(job.process.pid).children(recursive=True)]
@@ -469,7 +477,7 @@ def test_an_agent_that_says_nothing_is_taken_for_gone(launch: Launch, alive: Ali
     os.kill(agent.pid, signal.SIGSTOP)
     code, _, err = job.wait()
     assert code == 137
-    assert "host right has sent nothing for 4 s" in err
+    assert f"host right has sent nothing for {limits.silent_s:g} s" in err
     until(lambda: not any(map(alive, family)), "all processes to be gone")
 
 

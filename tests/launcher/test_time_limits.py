@@ -1,82 +1,75 @@
-"""The order of the launcher's time limits, which its README has as a table."""
+"""The order of the launcher's time limits at each scale, and its README, which has them as a table."""
 
+import dataclasses
+import json
 import re
 from pathlib import Path
 
+import pytest
+
 from roxxel_dist.cluster.distributed import INIT_TIMEOUT_S
-from roxxel_dist.cluster.exit_codes import USAGE_S
-from roxxel_dist.launcher.control import notify
-from roxxel_dist.launcher.control.attempt import DUMP_S
-from roxxel_dist.launcher.host import agent, host_checks, lease, process_tree, spares
-from roxxel_dist.launcher.host.probe import LIFE_S
-from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
-from roxxel_dist.launcher.job.spec import LEAST_LEASE_S, JobSpec
-from roxxel_dist.launcher.policy.hang import LIMITS_S, STILL_S
-from roxxel_dist.launcher.preflight.candidates import LOOK_S
-from roxxel_dist.launcher.preflight.warm_hosts import WARM_S
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.policy.hang import LIMITS_S
 from roxxel_dist.launcher.transport import pool
-from roxxel_dist.launcher.transport.questions import ANSWER_S
 
 README = Path(pool.__file__).parents[1] / "README.md"
 
 
-def test_their_order() -> None:
-    assert pool.HEARTBEAT_S < pool.QUIET_S < STILL_S < pool.SILENT_S, "messages may be late before a host is lost"
-    assert agent.REPORT_S < pool.QUIET_S
-    assert DUMP_S < pool.QUIET_S, "the answers come while the host still counts as heard"
-    assert process_tree.KILL_S < pool.AGENT_END_S, "a guard ends before the controller gives it up"
-    assert process_tree.KILL_S < pool.KILL_S
-    assert pool.LINGER_S < pool.AGENT_END_S, "a client that stays costs less than an agent that does"
-    assert pool.SILENT_S == HEARTBEAT_TIMEOUT_S, (
-        "ranks of a host that is cut off end when the controller takes them for ended"
-    )
-    assert pool.COMMON_S < lease.ORPHAN_S - lease.FRESH_S, "a lease that holds is known to the launcher"
-    assert agent.REPORT_S < pool.QUIET_S < pool.COMMON_S, "a host that is heard can tell that it hears"
-    assert lease.ORPHAN_S + lease.FRESH_S < HEARTBEAT_TIMEOUT_S, "hosts have time to ask more than once"
-    assert agent.SLACK_S < pool.GONE_S, "also where a guard has to end a stopped agent"
-    assert LEAST_LEASE_S == HEARTBEAT_TIMEOUT_S
-    assert host_checks.WAIT_S < pool.QUIET_S, "an agent answers in time while checks run"
-    assert agent.SLACK_S > 0, "an agent ends by itself before its guard kills it"
-    assert USAGE_S < pool.SILENT_S
-    assert ANSWER_S < LIFE_S, "a probe outlives the slowest answer of another host"
+@pytest.mark.parametrize("scale", [0.01, 0.1, 0.2, 0.5, 1, 3])
+def test_their_order(scale: float) -> None:
+    of = Limits().scaled(scale)
+    assert of.heartbeat_s < of.quiet_s < of.still_s < of.silent_s, "messages may be late before a host is lost"
+    assert of.report_s < of.quiet_s
+    assert of.dump_s < of.quiet_s, "the answers come while the host still counts as heard"
+    assert of.guard_kill_s < of.agent_end_s, "a guard ends before the controller gives it up"
+    assert of.guard_kill_s < of.kill_s
+    assert of.linger_s < of.agent_end_s, "a client that stays costs less than an agent that does"
+    assert of.common_s < of.orphan_s - of.fresh_s, "a lease that holds is known to the launcher"
+    assert of.report_s < of.quiet_s < of.common_s, "a host that is heard can tell that it hears"
+    assert of.orphan_s + of.fresh_s < of.silent_s, "hosts have time to ask more than once"
+    assert of.slack_s < of.gone_s, "also where a guard has to end a stopped agent"
+    assert of.checks_s < of.quiet_s, "an agent answers in time while checks run"
+    assert of.slack_s > 0, "an agent ends by itself before its guard kills it"
+    assert of.usage_s < of.silent_s
+    assert of.dump_s < of.members_s < of.silent_s, "the ranks of all hosts have answered, and no host counts as lost"
+    assert of.answer_s < of.life_s, "a probe outlives the slowest answer of another host"
+
+
+def test_limits_of_others() -> None:
     assert LIMITS_S["join"] < INIT_TIMEOUT_S, "a rank that has not come is named before jax aborts those that wait"
+    assert JobSpec.host_lease > Limits().silent_s
+    half, whole = Limits().scaled(0.5), Limits()
+    assert half.silent_s == whole.silent_s / 2
+    assert half.start_s == whole.start_s, "an interpreter starts no faster"
+    names = {field.name for field in dataclasses.fields(Limits)}
+    assert names >= Limits.OF_PROGRAMS
+
+
+def test_the_shortest_lease_is_the_silence_of_the_job(tmp_path: Path) -> None:
+    job = {"command": ("true",), "nprocs": 1, "run_id": "x", "log_dir": tmp_path}
+    JobSpec(**job, host_lease=2.0, limits=Limits().scaled(0.2))
+    with pytest.raises(UserError, match="must be seconds, 10 or more"):
+        JobSpec(**job, host_lease=9.9)
+
+
+def test_an_agent_gets_them_with_its_first_order() -> None:
+    """And one of another version those that it knows."""
+    limits = Limits().scaled(0.2)
+    words = json.loads(json.dumps(dataclasses.asdict(limits)))
+    assert Limits.received(words) == limits
+    assert Limits.received({"silent_s": 3, "of_a_later_version_s": 1.0}) == Limits(silent_s=3.0)
+    assert Limits.received({}) == Limits()
 
 
 def test_the_table_has_their_values() -> None:
-    values = {
-        "host_checks.WAIT_S": host_checks.WAIT_S,
-        "host_checks.TOOL_S": host_checks.TOOL_S,
-        "host_checks.DEVICES_S": host_checks.DEVICES_S,
-        "host_checks.COMMAND_S": host_checks.COMMAND_S,
-        "notify.END_S": notify.END_S,
-        "notify.LIMIT_S": notify.LIMIT_S,
-        "pool.HEARTBEAT_S": pool.HEARTBEAT_S,
-        "agent.REPORT_S": agent.REPORT_S,
-        "attempt.DUMP_S": DUMP_S,
-        "pool.QUIET_S": pool.QUIET_S,
-        "pool.GONE_S": pool.GONE_S,
-        "lease.FRESH_S": lease.FRESH_S,
-        "pool.COMMON_S": pool.COMMON_S,
-        "pool.LINGER_S": pool.LINGER_S,
-        "lease.ORPHAN_S": lease.ORPHAN_S,
-        "warm_hosts.WARM_S": WARM_S,
+    values = dataclasses.asdict(Limits()) | {
         "JobSpec.host_lease": JobSpec.host_lease,
-        "hang.STILL_S": STILL_S,
-        "candidates.LOOK_S": LOOK_S,
-        "spares.TAKE_S": spares.TAKE_S,
-        "exit_codes.USAGE_S": USAGE_S,
-        "process_tree.KILL_S": process_tree.KILL_S,
-        "pool.KILL_S": pool.KILL_S,
-        "pool.AGENT_END_S": pool.AGENT_END_S,
-        "pool.SILENT_S": pool.SILENT_S,
-        "Backend.heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
-        "heartbeat_timeout_s + agent.SLACK_S": HEARTBEAT_TIMEOUT_S + agent.SLACK_S,
-        "pool.START_S": pool.START_S,
-        "questions.ANSWER_S": ANSWER_S,
-        "probe.LIFE_S": LIFE_S,
         'hang.LIMITS_S["join"]': LIMITS_S["join"],
         "distributed.INIT_TIMEOUT_S": INIT_TIMEOUT_S,
     }
-    rows = re.findall(r"^\| ([\d.]+) \| (.*?) \|", README.read_text(), re.MULTILINE)
+    text = README.read_text().split("## Time limits")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([\d.]+) \| (.*?) \|", text, re.MULTILINE)
     table = {name: float(seconds) for seconds, names in rows for name in re.findall(r"`(.*?)`", names)}
     assert table == values

@@ -134,6 +134,7 @@ def test_a_tpu_in_use_is_recognised(text: str) -> None:
     assert is_tpu_in_use(wrapped)
 
 
+@pytest.mark.long  # as test_restart.py::test_an_exception_of_the_runtime_is_infrastructure
 def test_a_start_that_fails_because_the_tpu_is_in_use_is_tried_again(
     launch: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from roxxel_dist.launcher.host import host_checks
 from roxxel_dist.launcher.host.host_checks import HostChecks
 from roxxel_dist.launcher.host.vendor import gpu_problems, nvlink_problems, tpu_problems
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.preflight import devices
 
 # The launcher is in this process, where other tests may have used jax, which warns of a fork beside its threads.
@@ -225,13 +226,15 @@ def test_links_of_tpu_chips(tmp_path: Path) -> None:
     assert tpu_problems(tmp_path / "none") == []
 
 
-def collected(tmp_path: Path, script: str, **more: Any) -> dict[str, Any]:
+def collected(tmp_path: Path, script: str, limits: Limits | None = None, **more: Any) -> dict[str, Any]:
     """What this host's checks find with a stand-in for `nvidia-smi`, which is the only program in PATH beside `sh`."""
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(stat.S_IRWXU)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JAX_PLATFORMS": "cuda"}
     info = {"gpus": 1, "tpus": 0, "platforms": None}
-    checks = HostChecks({"mode": "auto", "env": env, "devices": None, "command": None, **more}, info)
+    checks = HostChecks(
+        {"mode": "auto", "env": env, "devices": None, "command": None, **more}, info, limits or Limits()
+    )
     try:
         while (found := checks.collect())["pending"]:
             pass
@@ -253,9 +256,8 @@ def test_the_tool_is_asked_beside_the_devices(tmp_path: Path, monkeypatch: pytes
 
 def test_a_tool_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_checks, "MODULE", "no_such_module")
-    monkeypatch.setattr(host_checks, "TOOL_S", 0.5)
-    monkeypatch.setattr(host_checks, "COMMAND_S", 0.5)
-    found = collected(tmp_path, "sleep 1000", command="sleep 1000")
+    limits = Limits(tool_s=0.5, command_s=0.5)
+    found = collected(tmp_path, "sleep 1000", limits, command="sleep 1000")
     assert [tuple(problem) for problem in found["problems"]] == [
         ("error", "nvidia-smi did not answer within 0.5 s: the driver or a GPU is stuck")
     ]
@@ -273,11 +275,11 @@ def test_a_tool_that_fails_beside_gpus_that_compute_is_a_warning(
     script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_checks, "MODULE", "gpus_that_compute")
-    monkeypatch.setattr(host_checks, "TOOL_S", 0.5)
     of_gpu = """measure = None; main = lambda find: print('{"platform": "gpu", "devices": []}')"""
     (tmp_path / "gpus_that_compute.py").write_text(of_gpu)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert [tuple(problem) for problem in collected(tmp_path, script)["problems"]] == [("warning", said)]
+    found = collected(tmp_path, script, Limits(tool_s=0.5))
+    assert [tuple(problem) for problem in found["problems"]] == [("warning", said)]
 
 
 def test_gpus_that_jax_does_not_use_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

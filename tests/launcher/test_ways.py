@@ -16,6 +16,7 @@ import pytest
 
 import roxxel_dist
 
+pytestmark = pytest.mark.long
 PACKAGE = Path(roxxel_dist.__file__).parent
 README = PACKAGE / "launcher" / "README.md"
 
@@ -53,8 +54,8 @@ if __name__ == "__main__":
 CONTROLLER = """
 import json, sys
 from pathlib import Path
-from roxxel_dist.launcher.transport import pool
 from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.control.supervisor import run
 from watched import note
@@ -63,8 +64,8 @@ class Backend(LocalBackend):  # two agents on this machine stand for two hosts
     def argv(self, host, module, *words):
         return [sys.executable, "-u", "watched.py", module, *words]
 job = json.loads(sys.argv[1])
-pool.SILENT_S = job.pop("silent_s", pool.SILENT_S)
-spec, backend = JobSpec(command=tuple(sys.argv[2:]), log_dir=Path("logs"), **job), Backend()
+limits = Limits().scaled(job.pop("scale"))
+spec, backend = JobSpec(command=tuple(sys.argv[2:]), limits=limits, log_dir=Path("logs"), **job), Backend()
 sys.setprofile(note)
 code = run(spec, backend)
 sys.setprofile(None)
@@ -133,7 +134,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         (tmp_path / "watched.py").write_text(WATCHED)
         (tmp_path / "rank.py").write_text(RANK)
         outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
-        spec = {"nprocs": 2, "run_id": f"ways_{os.getpid()}", "max_restarts": 0, **job}
+        spec = {"nprocs": 2, "run_id": f"ways_{os.getpid()}", "max_restarts": 0, "scale": 0.2, **job}
         process = subprocess.Popen(
             [sys.executable, "-c", CONTROLLER, json.dumps(spec), "env", sys.executable, "rank.py"],
             cwd=tmp_path,
@@ -201,7 +202,7 @@ def fault(way: str, job: Job) -> float:
     [
         ("kill -9", {}, 137),
         ("hang", {"step_timeout": 2.0}, 124),
-        ("lost host", {"silent_s": 1.5}, 137),
+        ("lost host", {}, 137),
         ("Ctrl-C", {}, 42),
     ],
 )

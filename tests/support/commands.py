@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from roxxel_dist.cluster.versions import number
+from roxxel_dist.launcher.job.limits import SCALE_ENV
 
 FLAGS = {
     "xla_backend_optimization_level": "0",
@@ -43,12 +44,14 @@ max_to_keep: 20
 DEPRECATED = re.compile(r"^.*roxxel_dist/\S+\.py:\d+: (\w*Deprecation|Future)Warning.*", re.MULTILINE)
 """What Python prints where a line of this package calls something that jax, flax, optax, orbax or numpy will remove. In
 the process of the tests every warning is an error already."""
+KEPT = ("ROXXEL_NO_SKIP", SCALE_ENV)
+"""What tests know, beside what an outer launcher leaves."""
 TERMINAL = {"TERM": "xterm", "COLUMNS": "100"}
 
 
 def environment(**more):
     """This process's environment without what an outer launcher may have left in it."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("ROXXEL_") or k == "ROXXEL_NO_SKIP"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("ROXXEL_") or k in KEPT}
     return kept | {"PYTHONWARNINGS": "default"} | more
 
 

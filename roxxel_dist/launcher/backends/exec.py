@@ -20,7 +20,6 @@ from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_
 from roxxel_dist.launcher.backends.kubernetes.node import VARIABLES, flags_from_environment
 from roxxel_dist.launcher.backends.ssh import BOOTING, REFUSAL
 from roxxel_dist.launcher.backends.ssh import HINTS as SSH_HINTS
-from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words, shell_text
 from roxxel_dist.launcher.transport.near_end import start_near
@@ -78,7 +77,7 @@ class ExecBackend(NamedBackend):
         ValueError: a name that cannot be a host's, or one given twice; a command that cannot be one for each host.
     """
 
-    heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
+    is_remote: ClassVar[bool] = True
     hints: ClassVar[base.Hints] = HINTS + SSH_HINTS + base.HINTS
     login: ClassVar[str] = (
         "does --via end before its program, or leave stdin out (kubectl, docker and podman exec need -i)?"

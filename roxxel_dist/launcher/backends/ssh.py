@@ -13,7 +13,6 @@ from typing import ClassVar
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_hosts
-from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words, shell_text
 from roxxel_dist.launcher.transport.near_end import start_near
@@ -56,7 +55,7 @@ class SshBackend(NamedBackend):
         ValueError: a name that cannot be a host's, or one given twice; no ssh on this machine.
     """
 
-    heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
+    is_remote: ClassVar[bool] = True
     is_by_ssh: ClassVar[bool] = True
     hints: ClassVar[base.Hints] = HINTS + base.HINTS
     login: ClassVar[str] = (

@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.cluster.stop_requests import AGAIN, in_batch_job, kills
-from roxxel_dist.launcher.control.members import WAIT_S, Imported, MemberHangs, MemberSources
+from roxxel_dist.launcher.control.members import Imported, MemberHangs, MemberSources
 from roxxel_dist.launcher.control.membership import Membership
 from roxxel_dist.launcher.control.record import RankProcess
 from roxxel_dist.launcher.control.recorder import JobRecorder
@@ -24,10 +24,8 @@ from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.policy.hang import Hang, HangDetector, StepTimes
 from roxxel_dist.launcher.policy.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
-from roxxel_dist.launcher.transport.pool import COMMON_S, QUIET_S, SILENT_S, HostConnection, HostPool
+from roxxel_dist.launcher.transport.pool import HostConnection, HostPool
 
-DUMP_S = 1.25
-"""How long ranks have to answer with their stacks before one is taken for dead."""
 AFTER_DUMP_S = 0.1
 STACK = "most recent call first"
 """In the first line of the stack of a thread, as faulthandler writes it."""
@@ -119,7 +117,7 @@ class Attempt:
         self._result = AttemptResult(exits=self._exits, hosts=len(placed))
         self._code: dict[str, Imported] = {}
         self._begun = time.monotonic()
-        self._detector = HangDetector(self.job.step_timeout, self.times)
+        self._detector = HangDetector(self.job.step_timeout, self.times, still_s=self.job.limits.still_s)
         self.pool.start(self.job, placed, self.key, self.spares, self.address)
         for place in placed:
             for rank in place.ranks:
@@ -256,7 +254,7 @@ class Attempt:
             if not end.killed_by_us:
                 result.failed = result.failed or time.monotonic()
             if not is_drain(result):  # the agent of this rank does so by itself; this is for the others
-                self._kill(USAGE_S if end.code == EXIT_USAGE else 0)
+                self._kill(self.job.limits.usage_s if end.code == EXIT_USAGE else 0)
         elif not is_drain(result):  # nor after a failure: then no rank can hang any more
             self._detector.forget(end.rank)
             self._limit_the_end()
@@ -332,32 +330,32 @@ class Attempt:
         self._change_hosts(joins_too=not self.job.grow_at_checkpoint)
 
     def _check_for_a_hang(self, now: float) -> None:
-        if self._result.hang is not None or self._is_ending() or self.pool.silence(now) > COMMON_S:
+        if self._result.hang is not None or self._is_ending() or self.pool.silence(now) > self.job.limits.common_s:
             return  # a detector that is not asked takes no silence of the link for one of the ranks
         hang = self._detector.check(now)
-        if hang is not None and now - self._host_of(hang.rank).last_seen < QUIET_S:
+        if hang is not None and now - self._host_of(hang.rank).last_seen < self.job.limits.quiet_s:
             self._ask_for_stacks(hang, now)  # else nothing is known of its ranks: the limit of the host decides
 
     def _ask_for_stacks(self, hang: Hang | None, now: float) -> None:
         living = sum(not host.done for host in self.pool.all)
-        self._dump = StackDump(hang=hang, until=now + DUMP_S, hosts_left=living)
+        self._dump = StackDump(hang=hang, until=now + self.job.limits.dump_s, hosts_left=living)
         if hang is not None and self.members is not None:
             self.members.write(hang, self._host_of(hang.rank).host)
-            self._dump.until = self._dump.least = now + WAIT_S
+            self._dump.until = self._dump.least = now + self.job.limits.members_s
         self.pool.order({"type": "dump"})
 
     def _note_silence(self, now: float) -> None:
         """Say once that this machine's own link is cut, and once that it is back. Time in between does not count."""
-        silence = self.pool.silence(now)
-        if self._deadline is not None and silence > COMMON_S:
+        silence, silent_s = self.pool.silence(now), self.job.limits.silent_s
+        if self._deadline is not None and silence > self.job.limits.common_s:
             self._deadline += now - self._looked
         self._looked = now
-        if self._silent_since is None and silence >= SILENT_S and not self._is_ending():
+        if self._silent_since is None and silence >= silent_s and not self._is_ending():
             self._silent_since = now - silence
-            lease = max(self.job.host_lease, SILENT_S) - SILENT_S
+            lease = max(self.job.host_lease, silent_s) - silent_s
             hosts = "no host has" if len(self.pool.all) > 1 else f"host {next(iter(self.pool.all)).host} has not"
             self.console.info(
-                f"{hosts} sent anything for {SILENT_S:g} s: this machine seems to be disconnected; the ranks "
+                f"{hosts} sent anything for {silent_s:g} s: this machine seems to be disconnected; the ranks "
                 f"continue without it for {lease:g} s more (--host-lease)"
             )
         elif self._silent_since is not None and self.pool.is_whole(now):

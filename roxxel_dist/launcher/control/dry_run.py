@@ -35,7 +35,7 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
         "grace": job.grace,
         "exit_timeout": job.exit_timeout,
         "set_by_the_agent": [ENV, PIPE_ENV, *[MEMORY_ENV] * job.is_restartable],
-        "agents": {host: masked_words(backend.argv(host, *agent_words(backend))) for host in backend.hosts},
+        "agents": {host: masked_words(backend.argv(host, *agent_words(backend, job.limits))) for host in backend.hosts},
         "ranks": [
             {"rank": rank, "host": place.host, "env": masked(env), "argv": words}
             for place in placements(job, working_hosts(job, backend.hosts), coordinator, backend.environment)

@@ -18,8 +18,6 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.hang import Hang
 from roxxel_dist.launcher.policy.outcome import CodeDiffers
 
-WAIT_S = 4.0
-"""For the hangs that other launchers find: they look four times a second at ranks that stopped in one moment."""
 LOOK_S = 2.0
 """How often a launcher sends the others the sources that its ranks run, and looks at those of the first host."""
 

@@ -125,7 +125,7 @@ class Membership:
         self._wanted = Wanted(given=tuple(given), listed=tuple(backend.listed))
         self._stays = Stays(since=dict.fromkeys(backend.listed, time.monotonic()))
         self._inbox = Inbox(job, backend.listed, backend.more_hosts) if backend.takes_hosts else None
-        self._history = LookHistory()
+        self._history = LookHistory(pause_s=job.limits.look_s)
         self._candidates: Candidates | None = None
         self._notes: list[str] = []
         self._reported = set[str]()

@@ -18,11 +18,8 @@ from typing import Literal
 
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.host.process_tree import die_with_parent
+from roxxel_dist.launcher.job.limits import Limits
 
-LIMIT_S = 30.0
-"""Time limit of a command."""
-END_S = 10.0
-"""How long the launcher waits, at its end, for the commands that still run."""
 AT_ONCE = 8
 """Commands that run at the same time, at most; further events are left out."""
 LOOK_S = 0.05
@@ -72,10 +69,14 @@ class Notifier:
         command: for `/bin/sh -c`.
         record: the record of the job as it is now.
         info: shows a line to a person.
+        limits: of the job.
     """
 
-    def __init__(self, command: str, record: Callable[[], JobRecord], info: Callable[[str], None]) -> None:
+    def __init__(
+        self, command: str, record: Callable[[], JobRecord], info: Callable[[str], None], limits: Limits
+    ) -> None:
         self._command, self._record, self._info = command, record, info
+        self._limits = limits
         self._count = 0
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
@@ -122,17 +123,17 @@ class Notifier:
         thread.start()
 
     def close(self, wait: Callable[[float], Sequence[int]]) -> None:
-        """Wait for the commands that still run, at most `END_S` seconds, or until `wait` returns a signal.
+        """Wait for the commands that still run, at most `Limits.notify_end_s`, or until `wait` returns a signal.
 
         `wait` waits so many seconds, less if there is a signal. Commands that still run then are killed.
         """
-        end = time.monotonic() + END_S
+        end = time.monotonic() + self._limits.notify_end_s
         while any(thread.is_alive() for thread in self._threads) and time.monotonic() < end:
             if wait(LOOK_S):
                 break
         self._stop.set()
         for thread in self._threads:
-            thread.join(LIMIT_S)  # it kills its command now
+            thread.join(self._limits.notify_s)  # it kills its command now
 
     def _run(self, text: str) -> None:
         stdin = os.memfd_create("event")  # no pipe: a command need not read it
@@ -177,8 +178,8 @@ class Notifier:
                     time.sleep(LOOK_S)
                 if self._stop.is_set():
                     why = f"the job was over, and the command ran for {time.monotonic() - begun:.0f} s"
-                elif time.monotonic() - begun >= LIMIT_S:
-                    why = f"the command did not end within {LIMIT_S:g} s"
+                elif time.monotonic() - begun >= self._limits.notify_s:
+                    why = f"the command did not end within {self._limits.notify_s:g} s"
                 if why:
                     with suppress(ProcessLookupError):  # it has ended meanwhile
                         os.killpg(process.pid, signal.SIGKILL)

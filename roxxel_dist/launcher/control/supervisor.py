@@ -69,9 +69,10 @@ def supervise(
     with recorder:
         with (
             Console(all_ranks=job.all_ranks, first=job.first_rank) as console,
-            SignalPipe(console.info, stays=backend.heartbeat_timeout_s is not None) as signals,
+            SignalPipe(console.info, stays=backend.is_remote) as signals,
         ):
-            notifier = Notifier(job.notify, lambda: recorder.entry, console.info) if job.notify else None
+            notify = job.notify
+            notifier = Notifier(notify, lambda: recorder.entry, console.info, job.limits) if notify else None
             controller = _Controller(job, backend, recorder, console, signals, notifier)
             result = controller.run()
             if notifier is not None:
@@ -107,7 +108,8 @@ class _Controller:
         self._membership = None if is_fixed else Membership(self.job, self.backend, self._key)
         self._times: dict[int, StepTimes] = {}  # by how many devices work
         try:
-            with self._logs, self._membership or nullcontext(), HostPool(self.backend, self.signals.fd) as pool:
+            pool = HostPool(self.backend, self.signals.fd, self.job.limits)
+            with self._logs, self._membership or nullcontext(), pool:
                 return self._run(pool)
         except StoppedError as stop:  # while no rank ran
             self.last_words = f"{signal.Signals(stop.number).name}: not started{' again' * bool(self._attempts)}"

@@ -29,16 +29,16 @@ from roxxel_dist.cluster.exit_codes import (
     MEMORY_ENV,
     OK_CODES,
     STACK_SIGNAL,
-    USAGE_S,
 )
 from roxxel_dist.cluster.process_stat import is_ending
 from roxxel_dist.launcher.host import memory_folder
 from roxxel_dist.launcher.host.lease import Lease
 from roxxel_dist.launcher.host.process_tree import HANDED_ON, NOT_FOLLOWED, beat, go_on_under_guard, remove
-from roxxel_dist.launcher.host.protocol import NONCE, Decoder, Message, Outbox, take_stdout
+from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Decoder, Message, Outbox, take_stdout
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank, why_not_started
 from roxxel_dist.launcher.host.spares import Spare, Spares, last_words
 from roxxel_dist.launcher.job.environment import PROXIES, direct, misleads, suspects
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import CONTRACT
 
 
@@ -81,11 +81,6 @@ CHUNK = 1 << 16
 FULL = 1 << 20
 """With more bytes than this waiting for the controller, output stays in the pipes: ranks wait, memory does not grow."""
 
-SLACK_S = 2.0
-"""An agent that is stopped is killed by its guard so much later than it would have ended by itself."""
-REPORT_S = 0.5
-"""Seconds between reports to the controller of how far the ranks are."""
-
 
 def clock() -> float:
     """Seconds, those included in which the machine was suspended: other ranks may have been started meanwhile."""
@@ -105,7 +100,9 @@ class Agent:
         heartbeat_timeout_s: float = math.inf,
         asked: deque[int] | None = None,
         nonce: str = "",
+        limits: Limits | None = None,
     ) -> None:
+        self._limits = limits or Limits()
         self._asked = deque[int]() if asked is None else asked  # signals of a batch system, for the controller
         self._inbox = inbox
         self._orders = deque[Message]()
@@ -119,7 +116,9 @@ class Agent:
         self._ranks: list[Rank] = []
         self._programs: dict[int, Program] = {}
         self._suspects: dict[str, str] = {}  # variables of the ranks that may keep them from others
-        self._spares = Spares(self._folders, watch=self._watch_spare, end=self._drop_spare, note=self.note)
+        self._spares = Spares(
+            self._folders, self._limits, watch=self._watch_spare, end=self._drop_spare, note=self.note
+        )
         self._dropped: list[Rank] = []  # killed, not gone perhaps, and no ranks any more
         self._noted = set[str]()
         self._code = set[tuple[str, str]]()  # what ranks of this attempt have imported: names and checksums
@@ -205,7 +204,7 @@ class Agent:
             if "ask" in order:
                 from roxxel_dist.launcher.host.probe import answer  # late: a local job asks nothing
 
-                self._outbox.send(answer(order, self._held))
+                self._outbox.send(answer(order, self._held, self._limits))
                 self._last_received = clock()  # it may have taken long
             elif order["type"] == "warm":
                 self._warm(order)
@@ -252,7 +251,7 @@ class Agent:
         self._draining = self._done = False
 
     def _take_lease(self, terms: Message) -> None:
-        lease = self._lease = Lease(terms)
+        lease = self._lease = Lease(terms, self._limits)
         if lease.fd is not None:
             self._watch(lease.fd, lambda: lease.receive(clock() - self._last_received, clock()))
         if lease.port is not None:
@@ -307,7 +306,7 @@ class Agent:
     def _start_rank(self, number: int, program: Program) -> Rank | None:
         """The rank; None where the host cannot start it, which is that rank's end, and that of the others."""
         try:
-            rank = start_rank(number, program, self._folders)
+            rank = start_rank(number, program, self._folders, self._limits.guard_kill_s)
         except OSError as error:
             code, why = why_not_started(error)
             text = f"roxxel-dist: rank {number} cannot be started: {why}"
@@ -371,7 +370,7 @@ class Agent:
 
     def _report(self) -> None:
         """Tell how far the ranks are that have moved; and that this agent lives, where none has."""
-        self._report_at = time.monotonic() + REPORT_S
+        self._report_at = time.monotonic() + self._limits.report_s
         try:
             beat(self._heartbeat)
         except BrokenPipeError:  # if this process were killed too, the ranks would live on
@@ -467,7 +466,7 @@ class Agent:
             return
         failures = {rank.code for rank in exited if rank.code not in OK_CODES and not rank.killed_by_us}
         if failures == {EXIT_USAGE}:
-            self._kill_in(USAGE_S)
+            self._kill_in(self._limits.usage_s)
         elif failures:
             self._kill()
         for rank in exited:
@@ -562,7 +561,7 @@ class Agent:
 
 
 def main() -> None:
-    """Serve the controller at the other end of stdin and stdout: `agent [HEARTBEAT_TIMEOUT_S]`."""
+    """Serve the controller at the other end of stdin and stdout: `agent [SILENT_S]`."""
     heartbeat_timeout_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
     asked = deque[int]()
     for number in NOT_FOLLOWED:  # handlers, not SIG_IGN: the ranks would inherit that
@@ -572,21 +571,22 @@ def main() -> None:
         sys.exit(SILENCE.format(heartbeat_timeout_s))
     orders = inbox.read(0)
     nonce = orders[0].get(NONCE, "") if orders else ""
+    limits = Limits.received(orders[0].get(LIMITS, {})) if orders else Limits()
     if orders and "ask" in orders[0]:
         from roxxel_dist.launcher.host.probe import answer_all  # only ranks on other hosts need it
 
-        orders = answer_all(orders, inbox, channel, nonce)
+        orders = answer_all(orders, inbox, channel, nonce, limits)
     if not orders or orders[0].get("type") == "leave":
         return
     folder = Path(tempfile.mkdtemp(prefix="roxxel-"))  # in TMPDIR, where it is set
     key = orders[0].get("key")
     memory = memory_folder.new_path() if key is not None else None
     folders = [str(folder), *([] if memory is None else [memory])]
-    heartbeat = go_on_under_guard(folders, heartbeat_timeout_s + SLACK_S, channel, nonce)
+    heartbeat = go_on_under_guard(folders, limits.guard_kill_s, heartbeat_timeout_s + limits.slack_s, channel, nonce)
     try:
         if memory is not None and key is not None:  # only now that the guard would remove it
             memory = memory_folder.make(memory, key)
-        agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s, asked, nonce)
+        agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s, asked, nonce, limits)
         if key is not None and memory is None:
             agent.note(
                 f"no folder can be made in {memory_folder.SHARED_MEMORY}: nothing is kept in memory for restarts"

@@ -16,12 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roxxel_dist.launcher.host import process_tree, vendor
+from roxxel_dist.launcher.job.limits import Limits
 
 MODULE = "roxxel_dist.cluster.device_check"
-DEVICES_S, TOOL_S, COMMAND_S = 60.0, 20.0, 60.0
-"""Time limits: of the check of devices, of a vendor's tool, and of the user's command."""
-WAIT_S = 0.5
-"""An answer does not take longer: meanwhile an agent sends nothing else."""
 LOOK_S = 0.05
 TAIL_BYTES, LINE = 4096, 200
 CHIPS = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
@@ -36,6 +33,7 @@ class Program:
     out: int
     """A file in memory with its output."""
     limit_s: float
+    wait_s: float
     begun: float = field(default_factory=time.monotonic)
     timed_out: bool = False
     is_over: bool = False
@@ -59,7 +57,7 @@ class Program:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(WAIT_S)
+            self.process.wait(self.wait_s)
 
     def text(self) -> str:
         """What it printed."""
@@ -85,9 +83,11 @@ class HostChecks:
         question: `mode` (auto, on, off), `env` for all programs, `devices` (simulated ones, or None) and `command`
             (the user's, or None); `lists` where jax is to make its devices, also where they are not checked.
         info: the facts of this host.
+        limits: of the job.
     """
 
-    def __init__(self, question: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    def __init__(self, question: Mapping[str, Any], info: Mapping[str, Any], limits: Limits) -> None:
+        self._limits = limits
         self._programs: dict[str, Program] = {}
         self._problems: dict[str, str] = {}
         self._env = {**os.environ, **question["env"]}
@@ -99,12 +99,12 @@ class HostChecks:
         if mode == "on" or (mode == "auto" and has_devices):
             self._start_devices(question["devices"], "measure")
             if has_devices and info["gpus"] and shutil.which("nvidia-smi", path=self._env.get("PATH")):
-                self._start("nvidia-smi", ["nvidia-smi", "-q", "-x"], TOOL_S)
-                self._start("nvlink", ["nvidia-smi", "nvlink", "-s"], TOOL_S)
+                self._start("nvidia-smi", ["nvidia-smi", "-q", "-x"], self._limits.tool_s)
+                self._start("nvlink", ["nvidia-smi", "nvlink", "-s"], self._limits.tool_s)
         elif question.get("lists") and info.get("no_devices") is None:
             self._start_devices(question["devices"], "names")
         if question["command"] is not None:
-            self._start("command", ["/bin/sh", "-c", question["command"]], COMMAND_S)
+            self._start("command", ["/bin/sh", "-c", question["command"]], self._limits.command_s)
 
     def __bool__(self) -> bool:
         """Whether there is anything to collect."""
@@ -120,7 +120,7 @@ class HostChecks:
         # It asks itself to end with this process: a fork of one that uses jax may hang, and has a warning.
         program = f"from {process_tree.__name__} import die_with_parent; die_with_parent(); "
         program += f"import {MODULE} as check; check.main(check.{find})"
-        self._start("devices", [sys.executable, "-P", "-c", program], DEVICES_S, env)
+        self._start("devices", [sys.executable, "-P", "-c", program], self._limits.devices_s, env)
 
     def _start(self, name: str, argv: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> None:
         out = os.memfd_create(name)
@@ -138,11 +138,11 @@ class HostChecks:
             os.close(out)
             self._problems[name] = f"cannot be started ({error.strerror})"
             return
-        self._programs[name] = Program(process, out, limit_s)
+        self._programs[name] = Program(process, out, limit_s, self._limits.checks_s)
 
     def collect(self) -> dict[str, Any]:
         """What they found, when all have ended; {"pending": True} where that takes longer than a moment."""
-        end = time.monotonic() + WAIT_S
+        end = time.monotonic() + self._limits.checks_s
         while [program for program in self._programs.values() if not program.has_ended]:  # each is looked at
             if time.monotonic() >= end:
                 return {"pending": True}
@@ -162,7 +162,7 @@ class HostChecks:
             return {"why": f"the check of its devices {why}"}
         program = self._programs["devices"]
         if program.timed_out:
-            return {"why": f"its devices did not end the check within {DEVICES_S:g} s"}
+            return {"why": f"its devices did not end the check within {self._limits.devices_s:g} s"}
         if program.code == 0:
             lines = [line for line in program.text().splitlines() if line.startswith("{")]
             with contextlib.suppress(ValueError, IndexError):
@@ -177,7 +177,7 @@ class HostChecks:
         problems = vendor.tpu_problems() if self._tpus else []
         if (program := self._programs.get("nvidia-smi")) is not None:
             if program.timed_out:
-                text = f"nvidia-smi did not answer within {TOOL_S:g} s: "
+                text = f"nvidia-smi did not answer within {self._limits.tool_s:g} s: "
                 text += "is persistence mode off?" if compute else "the driver or a GPU is stuck"
                 return [*problems, vendor.Problem("warning" if compute else "error", text)]
             problems += vendor.gpu_problems(program.text(), program.code, compute=compute)
@@ -191,7 +191,7 @@ class HostChecks:
             return why
         program = self._programs["command"]
         if program.timed_out:
-            return f"did not end within {COMMAND_S:g} s"
+            return f"did not end within {self._limits.command_s:g} s"
         return f"ended with code {program.code}: {program.last_line()}" if program.code else ""
 
     def close(self) -> None:

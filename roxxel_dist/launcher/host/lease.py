@@ -1,13 +1,13 @@
 """May the ranks of a host go on while it receives nothing from the launcher? Only if no host of the job does.
 
 A host that receives nothing may be cut off alone. Then the launcher starts other ranks in the place of its own, which
-must have ended by then (`HEARTBEAT_TIMEOUT_S`). Or the launcher's own link is cut: then no host receives, nothing is
+must have ended by then (`Limits.silent_s`). Or the launcher's own link is cut: then no host receives, nothing is
 started anywhere, and the ranks, which reach each other, go on for the lease. A host cannot distinguish the two. So each
-host that has received nothing for `ORPHAN_S` asks the first one, by a datagram; the first one answers when all hosts
+host that has received nothing for `orphan_s` asks the first one, by a datagram; the first one answers when all hosts
 ask at once. Where a firewall drops datagrams, there is no answer, and ranks end as if their host were cut off alone.
 
 The launcher holds the other half: it takes a host for cut off alone only if others have received from it all the time
-(`pool.COMMON_S`, which is less than `ORPHAN_S - FRESH_S`). Decision 23.
+(`common_s`, which is less than `orphan_s - fresh_s`). Decision 23.
 """
 
 import socket
@@ -15,10 +15,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-ORPHAN_S = 6.0
-"""A host that has received nothing for so long asks the first host."""
-FRESH_S = 2.5
-"""A question counts for so long."""
+from roxxel_dist.launcher.job.limits import Limits
+
 SIZE = 256
 ALL = b"all"
 
@@ -29,9 +27,11 @@ class Lease:
     Args:
         terms: `limit` (seconds), `hosts` (their number), `index` (of this host), `token` (a secret of the attempt) and
             `address` (of the first host, numeric), as the order `start` has them.
+        limits: of the job.
     """
 
-    def __init__(self, terms: Mapping[str, Any]) -> None:
+    def __init__(self, terms: Mapping[str, Any], limits: Limits) -> None:
+        self._limits = limits
         self.limit_s: float = terms["limit"]
         self.holds: bool = False
         """Whether no host has received from the launcher since this one has."""
@@ -62,7 +62,7 @@ class Lease:
 
     def check(self, silent_s: float, now: float) -> None:
         """Ask, if the launcher has been silent for long. To be called every half second."""
-        if silent_s < ORPHAN_S:
+        if silent_s < self._limits.orphan_s:
             self.holds = False
         elif self._hosts == 1:
             self.holds = True
@@ -82,7 +82,7 @@ class Lease:
         except OSError:  # such as the answer of a host that listens no more
             return
         token, _, text = data.partition(b" ")
-        if token != self._token or silent_s < ORPHAN_S:
+        if token != self._token or silent_s < self._limits.orphan_s:
             return
         if self._index != 0:
             self.holds = self.holds or text == ALL
@@ -100,4 +100,5 @@ class Lease:
             self._socket = None
 
     def _all_ask(self, now: float) -> bool:
-        return len(self._asked) == self._hosts and all(now - when <= FRESH_S for when in self._asked.values())
+        fresh_s = self._limits.fresh_s
+        return len(self._asked) == self._hosts and all(now - when <= fresh_s for when in self._asked.values())

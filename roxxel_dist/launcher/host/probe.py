@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 
 from roxxel_dist.launcher.host.host_info import accelerators, code_files, existing, gather, is_loopback, resolved, touch
 from roxxel_dist.launcher.host.protocol import Decoder, Message, encode
+from roxxel_dist.launcher.job.limits import Limits
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.host.host_checks import HostChecks
 
-LIFE_S = 600
-"""From one question to the next: 300 hosts are asked 32 at a time, and each may take a minute. It also ends a probe
-behind a cut link."""
 CONNECT_S = 5.0
 BULK = b"roxxel-dist" * 6000
 """As much as a rank sends at once: a path may lose packets of full size, and pass all small ones."""
@@ -31,7 +29,7 @@ AT_ONCE = 32
 """Connections that a host tries at the same time."""
 
 
-def answer_all(questions: list[Message], inbox: Decoder, channel: int, nonce: str) -> list[Message]:
+def answer_all(questions: list[Message], inbox: Decoder, channel: int, nonce: str, limits: Limits) -> list[Message]:
     """Answer these questions and all that follow, until there is another order.
 
     Returns that order and those behind it; nothing where stdin has ended.
@@ -41,9 +39,9 @@ def answer_all(questions: list[Message], inbox: Decoder, channel: int, nonce: st
     try:
         with ExitStack() as held:
             while questions and "ask" in questions[0]:
-                signal.alarm(LIFE_S)
+                signal.alarm(round(limits.life_s))
                 try:
-                    os.write(channel, encode(answer(questions.pop(0), held), nonce))
+                    os.write(channel, encode(answer(questions.pop(0), held, limits), nonce))
                 except BrokenPipeError:
                     return []
                 questions = questions or inbox.read(0)
@@ -54,7 +52,7 @@ def answer_all(questions: list[Message], inbox: Decoder, channel: int, nonce: st
     return questions
 
 
-def answer(question: Message, held: ExitStack) -> Message:
+def answer(question: Message, held: ExitStack, limits: Limits) -> Message:
     """The answer to a question (a message with `ask`): what was asked for, or `why` it cannot be had.
 
     A port or a file that it asks for is there until `held` is closed, or the first question of the next round comes.
@@ -65,9 +63,9 @@ def answer(question: Message, held: ExitStack) -> Message:
                 held.close()
                 reply = gather(question) | {"fill": os.urandom(FILL // 2).hex()}
                 if question.get("checks") is not None:
-                    reply["checks"] = _start_checks(question["checks"], reply, held)
+                    reply["checks"] = _start_checks(question["checks"], reply, held, limits)
             case "checks":
-                reply = {"checks": _start_checks(question["checks"], accelerators(), held)}
+                reply = {"checks": _start_checks(question["checks"], accelerators(), held, limits)}
             case "checked":
                 reply = _checks[-1].collect() if _checks else {"why": "no check was asked for"}
             case "addresses":
@@ -98,7 +96,7 @@ _checks: list["HostChecks"] = []
 """The checks that run in this process, which answers to one launcher; the last ones count."""
 
 
-def _start_checks(question: Message, info: Message, held: ExitStack) -> bool:
+def _start_checks(question: Message, info: Message, held: ExitStack, limits: Limits) -> bool:
     """Start what checks this host; whether there is anything. It ends with `held`."""
     has_devices = question["mode"] == "auto" and (info["gpus"] or info["tpus"])
     lists = question.get("lists", False)
@@ -106,7 +104,7 @@ def _start_checks(question: Message, info: Message, held: ExitStack) -> bool:
         return False
     from roxxel_dist.launcher.host.host_checks import HostChecks  # late: most starts need none
 
-    checks = HostChecks(question, info)
+    checks = HostChecks(question, info, limits)
     _checks[:] = [checks]
     held.callback(checks.close)
     return bool(checks)

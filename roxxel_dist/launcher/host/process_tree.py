@@ -9,9 +9,9 @@ worker of Ray, which has threads and cannot fork, starts its keepers as programs
 
 A process is signalled only while its number cannot be reused: a child that was not reaped, or by pidfd.
 
-As a program, `process_tree.py CHILD LIMIT FOLDER…`, this file is the guard, and `process_tree.py keep LINGER CMD…` a
-keeper. Of the package it imports `cluster/process_stat.py` alone, at its start: it must start within milliseconds,
-without site-packages. Decision 21.
+As a program, `process_tree.py CHILD LIMIT KILL NONCE FOLDER…`, this file is the guard, and `process_tree.py keep LINGER
+KILL CMD…` a keeper. Of the package it imports `cluster/process_stat.py` alone, at its start: it must start within
+milliseconds, without site-packages. Decision 21.
 """
 
 import ctypes
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here, not after a fork, where a lock may be held for ever
-KILL_S = 8.0
-"""How long killed processes are waited for, less than `pool.AGENT_END_S`; in a driver some die later."""
-HEARTBEAT_TIMEOUT_S = 10.0
-"""For agents that a cut link can part from their launcher."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5
 NOT_FOLLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Requests to leave, which guards, keepers and agents do not follow themselves: they end with the ranks."""
@@ -173,19 +169,25 @@ class Tree:
         start: starts the program, as the leader of a session, from inside the keeper.
         holds: descriptors that `start` needs; the keeper closes all others, and these when the program is there.
         folders: removed by the keeper where this process ends before the program: its guard may be gone too.
+        kill_s: how long the keeper waits for killed processes.
 
     Raises:
         ChildProcessError: the program could not be started.
     """
 
     def __init__(
-        self, start: Callable[[], "subprocess.Popen[bytes]"], holds: tuple[int, ...] = (), folders: Sequence[str] = ()
+        self,
+        start: Callable[[], "subprocess.Popen[bytes]"],
+        holds: tuple[int, ...] = (),
+        folders: Sequence[str] = (),
+        *,
+        kill_s: float,
     ) -> None:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stderr.flush()
         keeper = os.fork()
         if keeper == 0:
-            _run_keeper(far, start, holds, folders=folders)
+            _run_keeper(far, start, holds, kill_s, folders=folders)
         far.close()
         self._meet(near, keeper)
 
@@ -250,20 +252,27 @@ class SpawnedTree(Tree):
         output: the descriptor for its stdout and stderr.
         directory: where it runs; None: where this process does.
         linger_s: how long processes that it leaves may go on.
+        kill_s: how long the keeper waits for killed processes.
 
     Raises:
         ChildProcessError: the program could not be started.
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], output: int, directory: str | None, linger_s: float
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        output: int,
+        directory: str | None,
+        linger_s: float,
+        kill_s: float,
     ) -> None:
         import subprocess
 
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-S", __file__, "keep", str(linger_s), *command],
+                [sys.executable, "-P", "-S", __file__, "keep", str(linger_s), str(kill_s), *command],
                 stdin=far.fileno(),
                 stdout=output,
                 stderr=output,
@@ -271,6 +280,7 @@ class SpawnedTree(Tree):
                 cwd=directory,
                 start_new_session=True,
             )
+        self._kill_s = kill_s
         self._meet(near, self._process.pid)
         self._poll = select.poll()  # select() knows no descriptor above 1,023
         self._poll.register(self.fd, select.POLLIN)
@@ -294,11 +304,11 @@ class SpawnedTree(Tree):
                 self.wait(stop_s)
         finally:
             self.kill()
-            while not self.wait(2 * KILL_S):  # its keeper was stopped
+            while not self.wait(2 * self._kill_s):  # its keeper was stopped
                 self._process.kill()
 
 
-def _run_spawned_keeper(linger_s: float, command: Sequence[str]) -> NoReturn:
+def _run_spawned_keeper(linger_s: float, kill_s: float, command: Sequence[str]) -> NoReturn:
     import subprocess
 
     def start() -> "subprocess.Popen[bytes]":
@@ -310,13 +320,14 @@ def _run_spawned_keeper(linger_s: float, command: Sequence[str]) -> NoReturn:
         )
 
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a worker of Ray has signals blocked, which a program inherits
-    _run_keeper(socket.socket(fileno=0), start, None, linger_s)
+    _run_keeper(socket.socket(fileno=0), start, None, kill_s, linger_s)
 
 
 def _run_keeper(
     control: socket.socket,
     start: Callable[[], "subprocess.Popen[bytes]"],
     holds: tuple[int, ...] | None,
+    kill_s: float,
     linger_s: float = math.inf,
     folders: Sequence[str] = (),
 ) -> NoReturn:
@@ -331,7 +342,7 @@ def _run_keeper(
         for fd in holds or ():
             os.close(fd)
         socket.send_fds(control, [b"%d" % program.pid], [os.pidfd_open(program.pid)])
-        if not _keep(control, program.pid, linger_s):
+        if not _keep(control, program.pid, linger_s, kill_s):
             remove(folders)
     except OSError as error:
         with suppress(OSError):
@@ -350,7 +361,7 @@ def _close_all_but(kept: Sequence[int]) -> None:
         os.dup2(null.fileno(), 1)
 
 
-def _keep(control: socket.socket, child: int, linger_s: float) -> bool:
+def _keep(control: socket.socket, child: int, linger_s: float, kill_s: float) -> bool:
     """Report how the child ends; kill the rest `linger_s` later, or on an order, or when `control` closes.
 
     Returns whether the other end of `control` was still there for the report.
@@ -378,18 +389,20 @@ def _keep(control: socket.socket, child: int, linger_s: float) -> bool:
             if order not in (STOP, STOP_GROUP):
                 break
             tree.ask_to_stop(SESSION if order == STOP else GROUP)
-    while not tree.kill(KILL_S) and tree.code is None:  # else what is left is the guard's
+    while not tree.kill(kill_s) and tree.code is None:  # else what is left is the guard's
         continue
     return order != b""
 
 
-def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel: int = 1, nonce: str = "") -> int:
+def go_on_under_guard(
+    folders: Sequence[str], kill_s: float, limit_s: float = math.inf, channel: int = 1, nonce: str = ""
+) -> int:
     """Go on as the child of a guard, which keeps this process's number; returns the descriptor that `beat` writes to.
 
     The guard does nothing until this process is gone, or has not beaten for `limit_s` seconds and is killed. Then it
-    kills all processes that are left, removes `folders`, says so in `channel` (GONE, with `nonce`), closes it and
-    stderr, and ends with the same exit code, or 128 + s for signal s. If the guard is killed, the keepers of this
-    process's trees remain, which notice its end.
+    kills all processes that are left, waits for them for `kill_s` seconds, removes `folders`, says so in `channel`
+    (GONE, with `nonce`), closes it and stderr, and ends with the same exit code, or 128 + s for signal s. If the guard
+    is killed, the keepers of this process's trees remain, which notice its end.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -406,7 +419,8 @@ def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel
             _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             os.dup2(reads, 0)
             os.dup2(channel, 1)
-            os.execv(sys.executable, [sys.executable, "-P", "-S", __file__, str(child), str(limit_s), nonce, *folders])
+            words = [str(child), str(limit_s), str(kill_s), nonce, *folders]
+            os.execv(sys.executable, [sys.executable, "-P", "-S", __file__, *words])
         finally:
             os._exit(127)
     os.close(reads)
@@ -421,7 +435,7 @@ def beat(heartbeat: int) -> None:
         os.write(heartbeat, b".")
 
 
-def _guard(child: int, limit_s: float, nonce: str, folders: Sequence[str]) -> NoReturn:
+def _guard(child: int, limit_s: float, kill_s: float, nonce: str, folders: Sequence[str]) -> NoReturn:
     tree = Subreaper(child)
     for number in HANDED_ON:  # SLURM may signal the process group of the step alone, in which the agent is not
         signal.signal(number, lambda number, _: os.kill(child, number))
@@ -430,7 +444,7 @@ def _guard(child: int, limit_s: float, nonce: str, folders: Sequence[str]) -> No
     while select.select([0], [], [], wait_s)[0] and os.read(0, 1 << 16):
         pass
     remove(folders)  # before the keepers die, which would remove them if this process were killed now
-    is_empty = tree.kill(KILL_S)
+    is_empty = tree.kill(kill_s)
     remove(folders)  # what was made in them meanwhile
     code = -signal.SIGKILL if tree.code is None else tree.code
     code = code if code >= 0 else 128 - code  # of an end by a signal ssh would make that of a broken connection
@@ -442,5 +456,5 @@ def _guard(child: int, limit_s: float, nonce: str, folders: Sequence[str]) -> No
 
 if __name__ == "__main__":
     if sys.argv[1] == "keep":
-        _run_spawned_keeper(float(sys.argv[2]), sys.argv[3:])
-    _guard(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:])
+        _run_spawned_keeper(float(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])
+    _guard(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4], sys.argv[5:])

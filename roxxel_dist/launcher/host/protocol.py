@@ -24,6 +24,8 @@ from roxxel_dist.cluster.exit_codes import UserError
 Message = dict[str, Any]
 NONCE = "nonce"
 """In the first order of a link: its program begins each of its messages with these letters, which no other one has."""
+LIMITS = "limits"
+"""There too: the time limits of the job."""
 
 
 def encode(message: Message, nonce: str = "") -> bytes:

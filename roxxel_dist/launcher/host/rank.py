@@ -68,10 +68,13 @@ def _begin() -> None:
     die_with_parent()
 
 
-def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: tuple[int, ...] = ()) -> Rank:
+def start_rank(
+    number: int, program: Program, folders: Sequence[str], kill_s: float, pass_fds: tuple[int, ...] = ()
+) -> Rank:
     """Start a rank in its own session, with one pipe for its output, and one for its messages to the agent.
 
-    `folders` are the agent's own, see `Tree`; `pass_fds` are closed here. Raises OSError where it cannot be started.
+    `folders` are the agent's own and `kill_s` is the limit of the keeper, see `Tree`; `pass_fds` are closed here.
+    Raises OSError where it cannot be started.
     """
     reads, writes = os.pipe()
     pipe_read, pipe_write = os.pipe()
@@ -92,7 +95,7 @@ def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: 
         )
 
     try:
-        tree = Tree(start, holds=(writes, pipe_write, *pass_fds), folders=folders)
+        tree = Tree(start, holds=(writes, pipe_write, *pass_fds), folders=folders, kill_s=kill_s)
     except BaseException:
         os.close(reads)
         os.close(pipe_read)

@@ -18,6 +18,7 @@ from roxxel_dist.cluster.exit_codes import AT_ONCE, SPARE_ENV
 from roxxel_dist.cluster.free_memory import free_bytes
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
 from roxxel_dist.launcher.host.worker import imports_of
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import CONTRACT
 
 SIZE_BYTES = 256 << 20
@@ -28,8 +29,6 @@ QUIET_S = 60.0
 """If a program does not report its steps, spares are started so long after its last output."""
 THREADS = "PJRT_NPROC"
 """Read when jax makes its devices, long after the imports: it follows the number of ranks, which may change."""
-TAKE_S = 5.0
-"""A spare that has not become the rank by then is killed, and a fresh process started."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -43,14 +42,19 @@ class Spare:
     ready: bool = False
 
 
-def start_spare(number: int, program: Program, folders: Sequence[str], *, at_once: bool = False) -> Spare:
-    """Start one beside the rank `number`, whose program it is. `at_once`: no rank needs the cores. Raises OSError."""
+def start_spare(
+    number: int, program: Program, folders: Sequence[str], kill_s: float, *, at_once: bool = False
+) -> Spare:
+    """Start one beside the rank `number`, whose program it is; `folders` and `kill_s` as for `Tree`.
+
+    `at_once`: no rank needs the cores. Raises OSError.
+    """
     orders_read, orders = os.pipe()
     os.set_blocking(orders, False)
     with suppress(OSError):  # for a large environment
         fcntl.fcntl(orders, fcntl.F_SETPIPE_SZ, 1 << 20)
     env = {**program.env, SPARE_ENV: f"{orders_read}{AT_ONCE * at_once}"}
-    rank = start_rank(number, Program(program.command, env), folders, (orders_read,))
+    rank = start_rank(number, Program(program.command, env), folders, kill_s, (orders_read,))
     return Spare(rank=rank, program=program, orders=orders)
 
 
@@ -88,6 +92,7 @@ class Spares:
 
     Args:
         folders: of the agent, see `Tree`.
+        limits: of the job.
         watch: takes a spare whose descriptors are to be watched.
         end: takes the rank of a spare that is ended; kills it and forgets its descriptors.
         note: takes lines for people.
@@ -96,6 +101,7 @@ class Spares:
     def __init__(
         self,
         folders: Sequence[str],
+        limits: Limits,
         *,
         watch: Callable[[Spare], None],
         end: Callable[[Rank], None],
@@ -106,6 +112,7 @@ class Spares:
         self._spares: list[Spare] = []
         self._needs_room = False
         self._count = 0
+        self._limits = limits
         self._folders, self._watch, self._end, self._note = folders, watch, end, note
 
     def start(self, ranks: Sequence[Rank], programs: Mapping[int, Program]) -> None:
@@ -126,7 +133,7 @@ class Spares:
             return
         for number, program in programs.items():
             try:
-                spare = start_spare(number, program, self._folders, at_once=at_once)
+                spare = start_spare(number, program, self._folders, self._limits.guard_kill_s, at_once=at_once)
             except OSError as error:  # no process can be had: a fresh start may find one
                 self._note(f"no warm spares: {error}")
                 return
@@ -141,7 +148,7 @@ class Spares:
         self._spares.remove(spare)
         os.close(spare.orders)
         rank = spare.rank
-        rank.number, rank.instead, rank.taken_by = number, program, time.monotonic() + TAKE_S
+        rank.number, rank.instead, rank.taken_by = number, program, time.monotonic() + self._limits.take_s
         return rank
 
     def is_ready(self, rank: Rank, size: int) -> None:

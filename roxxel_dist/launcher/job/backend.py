@@ -94,8 +94,9 @@ class Backend(ABC):
     """The working directory on the hosts; empty: that of this process."""
     address: str | None = None
     """Where rank 0 is for all ranks, if that is known before anybody has looked."""
-    heartbeat_timeout_s: ClassVar[float | None] = None
-    """Seconds without a word from here after which an agent kills its ranks; None where a pipe is closed at once."""
+    is_remote: ClassVar[bool] = False
+    """Whether a cut link can part an agent from this process: then it ends, with its ranks, after a silence
+    (`Limits.silent_s`); else a pipe is closed at once."""
 
     hints: ClassVar[Hints] = HINTS
     """What to do where a program did not start; the first words that are found count."""

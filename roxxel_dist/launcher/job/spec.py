@@ -21,6 +21,7 @@ from roxxel_dist.cluster.exit_codes import (
 )
 from roxxel_dist.cluster.platforms import VARIABLES
 from roxxel_dist.launcher.job.claims import claim
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.program import Program, program_of
 
 CONTRACT = (
@@ -32,9 +33,7 @@ CONTRACT = (
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 DeviceCheckMode = Literal["auto", "on", "off"]
-LEAST_LEASE_S = 10.0
 LAST_PORT = 65_535
-"""A host that is cut off alone lives as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +127,9 @@ class JobSpec(MemberOptions, HostOptions, JobOptions):
     device_needs: DeviceNeeds = field(default_factory=DeviceNeeds)
     """What the program asks of the number of devices, for when hosts are lost; by default it takes any number."""
 
+    limits: Limits = field(default_factory=Limits)
+    """How long the parts of the launcher wait for each other."""
+
     @property
     def program(self) -> Program:
         """What is known of the command."""
@@ -173,6 +175,7 @@ class JobSpec(MemberOptions, HostOptions, JobOptions):
                 f"--max-restarts {self.max_restarts} and --port {self.port}: each restart takes the next port, and the "
                 f"last one is {LAST_PORT}: leave --port out to take a free one each time, or use fewer restarts"
             )
+        lease = self.limits.silent_s  # a host that is cut off alone lives as long
         positive, finite = sys.float_info.min, sys.float_info.max
         for name, least, largest, rule in (
             ("nprocs", 1, finite, "at least 1; leave it out for one process"),
@@ -186,7 +189,7 @@ class JobSpec(MemberOptions, HostOptions, JobOptions):
             ("step_timeout", positive, finite, "seconds, more than 0; leave it out to follow the usual time of a step"),
             ("exit_timeout", 0, finite, "seconds, 0 (no limit) or more; for example --exit-timeout 30"),
             ("grace", 0, finite, "seconds, 0 or more; for example --grace 30"),
-            ("host_lease", LEAST_LEASE_S, finite, "seconds, 10 or more; for example --host-lease 60"),
+            ("host_lease", lease, finite, f"seconds, {lease:g} or more; for example --host-lease 60"),
             ("host_timeout", 0, finite, "seconds, 0 or more; for example --host-timeout 30"),
         ):
             value = getattr(self, name)

@@ -27,8 +27,6 @@ LEAST_S = 60.0
 TIMES = 10
 SAMPLES = 3
 """Steps that must have been timed before the limit follows them."""
-STILL_S = 5.0
-"""A launcher that did not look for longer than this stood still itself (a stopped terminal, a suspended machine)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +83,13 @@ class _Seen:
 class HangDetector:
     """What is known of the ranks' progress in an attempt.
 
-    `step_timeout` in seconds; None follows the usual time of a step, that of earlier attempts too.
+    `step_timeout` in seconds; None follows the usual time of a step, that of earlier attempts too. `still_s`: who asks
+    less often stood still itself (a stopped terminal, a suspended machine).
     """
 
     step_timeout: float | None = None
     times: StepTimes = field(default_factory=StepTimes)
+    still_s: float = field(kw_only=True)
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _looked: float | None = None
     _stood_still: bool = False
@@ -165,7 +165,7 @@ class HangDetector:
 
     def check(self, now: float) -> Hang | None:
         """The rank that everybody waits for, when its time is over. To be asked every second or so."""
-        still = self._looked is not None and now - self._looked > STILL_S
+        still = self._looked is not None and now - self._looked > self.still_s
         if self._looked is not None and still and not self._stood_still:  # twice in a row: it is slow, and has listened
             for seen in self._seen.values():
                 seen.since += now - self._looked

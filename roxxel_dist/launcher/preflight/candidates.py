@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import Assignment
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.checks import HERE, CheckResult
@@ -21,8 +22,6 @@ from roxxel_dist.launcher.preflight.warm_hosts import WarmHosts
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted
 
-LOOK_S = 5.0
-"""Between two looks at the start."""
 LOOK_MOST_S = 300.0
 """The longest pause after looks at a host that answers and is not fit: each doubles it."""
 TEND_S = 0.5
@@ -45,7 +44,7 @@ NUMBERS = re.compile(r"\d[\d.,]*")
 class LookHistory:
     """What is known of candidates from one attempt to the next."""
 
-    pause_s: float = LOOK_S
+    pause_s: float = Limits.look_s
     """Between two looks at hosts of which nothing is known."""
     unfit: dict[str, int] = field(default_factory=dict)
     """How many looks in a row a host has answered and was not fit."""
@@ -297,7 +296,7 @@ class Candidates:
     def _checked(self, job: JobSpec, hosts: Sequence[str], keep: Collection[str] = ()) -> PreflightReport:
         """What preflight finds. The agents of hosts in `keep` are kept if all pass."""
         port, busy = self._running.port, self._running.hosts
-        with HostPool(self._backend, self._wake) as pool:
+        with HostPool(self._backend, self._wake, job.limits) as pool:
             report = check_job_hosts(
                 job, self._backend, hosts, port=port, pool=pool, busy=busy, devices=self._running.devices
             )

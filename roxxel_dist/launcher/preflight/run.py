@@ -12,6 +12,7 @@ from roxxel_dist.launcher.host.host_info import code_files, hash_of_code, is_cal
 from roxxel_dist.launcher.host.probe import answer
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.checks import (
     HERE,
@@ -139,7 +140,7 @@ class _ThisMachine:
         self._held = held
 
     def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
-        return {host: answer(question, self._held) for host, question in questions.items()}
+        return {host: answer(question, self._held, Limits()) for host, question in questions.items()}
 
 
 Questions = HostQuestions | _ThisMachine

@@ -10,11 +10,9 @@ from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import Assignment, placements
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.outcome import HostLost
-from roxxel_dist.launcher.transport.pool import SILENT_S, HostConnection, HostPool
+from roxxel_dist.launcher.transport.pool import HostConnection, HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted
 
-WARM_S = 60.0
-"""How long the spares of a host may import, before it joins without them."""
 WAIT_S = 0.25
 
 
@@ -29,7 +27,7 @@ class WarmHosts:
 
     def __init__(self, job: JobSpec, backend: Backend, key: str) -> None:
         self._job, self._backend, self._key = job, backend, key
-        self._pool = HostPool(backend)
+        self._pool = HostPool(backend, limits=job.limits)
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +58,7 @@ class WarmHosts:
 
         Returns those that can have no ranks, and why; raises Interrupted if it is over. `say` takes words for people.
         """
-        waiting, failed, end = {*hosts} & {*self.hosts}, dict[str, str](), time.monotonic() + WARM_S
+        waiting, failed, end = {*hosts} & {*self.hosts}, dict[str, str](), time.monotonic() + self._job.limits.warm_s
         if waiting:
             self._events(0)  # of the others; from here on silence counts
             placed = placements(plan.job, plan.hosts, "", self._backend.environment, visible=visible)
@@ -100,13 +98,13 @@ class WarmHosts:
 
     def _lost(self) -> dict[str, str]:
         """Hosts whose agents have ended, or are silent, which ends them."""
-        now = time.monotonic()
+        now, silent_s = time.monotonic(), self._job.limits.silent_s
         for link in self._pool.all:
-            if not link.lost and now - link.last_seen > SILENT_S:
+            if not link.lost and now - link.last_seen > silent_s:
                 link.process.kill()
                 self._pool.forget(link)
         return {
-            link.host: f"its agent ended, or was silent for {SILENT_S:g} s{link.last_words}"
+            link.host: f"its agent ended, or was silent for {silent_s:g} s{link.last_words}"
             for link in self._pool.all
             if link.lost
         }

@@ -11,17 +11,17 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Self
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
-from roxxel_dist.launcher.host.protocol import NONCE, Decoder, Message, Outbox
+from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Decoder, Message, Outbox
 from roxxel_dist.launcher.job.backend import Backend, RemoteProcess
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import Placement
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.output.logs import LineSplitter
-from roxxel_dist.launcher.policy.hang import STILL_S
 from roxxel_dist.launcher.policy.outcome import HostLost, how
 from roxxel_dist.launcher.transport.words import (
     ANOTHER_SHELL,
@@ -35,34 +35,17 @@ from roxxel_dist.launcher.transport.words import (
 )
 
 CHUNK = 1 << 20
-AGENT_END_S = 10.0
-HEARTBEAT_S = 0.5
-"""Seconds between the heartbeats that a controller sends its agents."""
 STDERR_LINES = 100
 """Of a program's stderr so many lines are kept, to show why it ended."""
-SILENT_S = 10.0
-"""An agent speaks each half second. Silent for longer, it is lost, with its ranks (`Backend.heartbeat_timeout_s`)."""
-QUIET_S = 2.0
-"""A host that has sent nothing for so long gets no heartbeat: it receives nothing much later than it sent something."""
-COMMON_S = 3.0
-"""If for so long no host is known to have received a heartbeat, the ranks of all may have a lease (`host.lease`)."""
-GONE_S = 2.5
-"""The ranks of a lost host are gone so long after its agent gives up: a guard may have to end it (`agent.SLACK_S`)."""
-START_S = 60.0
-"""How long an agent may take to its first word: a connection, and an interpreter from a slow file system."""
-KILL_S = 10.0
-"""How long killed ranks may take to be gone."""
 PROBE_END_S = 2.0
 """How long a program without ranks may take to end."""
-LINGER_S = 3.0
-"""How long a client may stay when its program has ended: srun takes a moment."""
 EXIT_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
 
 
-def agent_words(backend: Backend) -> tuple[str, ...]:
+def agent_words(backend: Backend, limits: Limits) -> tuple[str, ...]:
     """The module of the agent and its arguments, for `Backend.start`."""
-    timeout = () if backend.heartbeat_timeout_s is None else (f"{backend.heartbeat_timeout_s:g}",)
+    timeout = (f"{limits.silent_s:g}",) if backend.is_remote else ()
     return ("roxxel_dist.launcher.host.agent", *timeout)
 
 
@@ -78,6 +61,7 @@ class HostConnection:
 
     host: str
     process: RemoteProcess
+    limits: Limits = field(default_factory=Limits)
     ranks: list[int] = field(default_factory=list)
     last_seen: float = field(default_factory=time.monotonic)
     """When the last message of the program came, by the launcher's clock."""
@@ -130,7 +114,9 @@ class HostConnection:
             if self._streams[0].closed:
                 return
             for message in messages:
-                self._outbox.send({**message, NONCE: self.nonce} if self._is_new else message)
+                self._outbox.send(
+                    {**message, NONCE: self.nonce, LIMITS: asdict(self.limits)} if self._is_new else message
+                )
                 self._is_new = False
             self._outbox.flush()
 
@@ -199,7 +185,7 @@ class HostConnection:
             self._read_to_end(end)
         self._streams[1].close()
         left_s = max(0.0, end - time.monotonic())
-        if self.wait(left_s if self.gone is None else min(left_s, LINGER_S)) is None:
+        if self.wait(left_s if self.gone is None else min(left_s, self.limits.linger_s)) is None:
             self.process.wait()
         self._streams[2].close()
 
@@ -221,14 +207,16 @@ class HostPool:
     Args:
         backend: starts the agents.
         wake: a descriptor to be waited for too: `events` says when it can be read.
+        limits: of the job.
     """
 
-    def __init__(self, backend: Backend, wake: int | None = None) -> None:
+    def __init__(self, backend: Backend, wake: int | None = None, limits: Limits | None = None) -> None:
         self._by_host: dict[str, HostConnection] = {}
         self.all: Collection[HostConnection] = self._by_host.values()
         """In the order of their start."""
         self.backend: Backend = backend
-        self._words = agent_words(backend)
+        self.limits: Limits = limits or Limits()
+        self._words = agent_words(backend, self.limits)
         self._select = selectors.DefaultSelector()
         if wake is not None:
             self._select.register(wake, selectors.EVENT_READ)
@@ -248,7 +236,7 @@ class HostPool:
         self._select.close()
         for link in self.all:
             link.hang_up()
-        end = time.monotonic() + (PROBE_END_S if self._heartbeat is None else AGENT_END_S)
+        end = time.monotonic() + (PROBE_END_S if self._heartbeat is None else self.limits.agent_end_s)
         for link in self.all:
             link.close(max(0.0, end - time.monotonic()))
 
@@ -260,7 +248,7 @@ class HostPool:
         """Whether any of these hosts still sends."""
         now = time.monotonic()
         links = [link for link in self.all if link.host in hosts]
-        return any(not link.lost and now - link.last_seen <= SILENT_S for link in links)
+        return any(not link.lost and now - link.last_seen <= self.limits.silent_s for link in links)
 
     def is_woken(self, wait_s: float) -> bool:
         """Take what comes within so many seconds while no rank runs; whether `wake` was among it."""
@@ -275,7 +263,7 @@ class HostPool:
         """The program on a host, which is started where it does not run. Raises OSError where it cannot be."""
         if host in self._by_host:
             return self._by_host[host]
-        link = HostConnection(host=host, process=self.backend.start(host, *self._words))
+        link = HostConnection(host=host, process=self.backend.start(host, *self._words), limits=self.limits)
         self._add(link)
         return link
 
@@ -303,7 +291,7 @@ class HostPool:
             self.forget(link)
             del self._by_host[link.host]
             link.hang_up()
-        end = time.monotonic() + AGENT_END_S
+        end = time.monotonic() + self.limits.agent_end_s
         for link in links:
             link.close(max(0.0, end - time.monotonic()))
 
@@ -315,7 +303,7 @@ class HostPool:
         `key` is that of the job's folders in memory, `spares` the job's --warm-spares, or off. `address` is the first
         host's, as all others reach it.
         """
-        self._lease_s = None if self.backend.heartbeat_timeout_s is None else max(job.host_lease, SILENT_S)
+        self._lease_s = max(job.host_lease, self.limits.silent_s) if self.backend.is_remote else None
         lease = {"limit": self._lease_s, "hosts": len(placed), "token": secrets.token_hex(16), "address": address}
         self._looked = time.monotonic()  # no heartbeat was expected since the last question
         self._kill_by = None
@@ -364,10 +352,10 @@ class HostPool:
     def _beat(self) -> None:
         """Tell agents, in a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
         said = ""
-        while not self._ending.wait(HEARTBEAT_S):
+        while not self._ending.wait(self.limits.heartbeat_s):
             for link in tuple(self.all):
                 try:
-                    is_quiet = self._lease_s is not None and self._looked - link.last_seen > QUIET_S
+                    is_quiet = self._lease_s is not None and self._looked - link.last_seen > self.limits.quiet_s
                     if link.started and not link.lost and not link.waiting and not is_quiet:
                         link.send({"type": "alive", "at": time.monotonic()})
                 except Exception as error:  # without heartbeats every agent would end its ranks
@@ -383,7 +371,7 @@ class HostPool:
     def order(self, message: Message, within: float | None = None) -> None:
         """Tell all of them. `within`: seconds in which all ranks have to be gone after it."""
         if within is not None:
-            end = time.monotonic() + within + KILL_S
+            end = time.monotonic() + within + self.limits.kill_s
             self._kill_by = end if self._kill_by is None else min(self._kill_by, end)
         for link in self.all:
             if not link.done:
@@ -417,7 +405,7 @@ class HostPool:
 
     def is_whole(self, now: float) -> bool:
         """Whether every host sends."""
-        return not any(link.lost or now - link.last_seen > QUIET_S for link in self.all)
+        return not any(link.lost or now - link.last_seen > self.limits.quiet_s for link in self.all)
 
     def _take_note(self, link: HostConnection, message: Message) -> None:
         """Act on what concerns the link itself."""
@@ -426,7 +414,7 @@ class HostPool:
                 link.done = True
             case {"type": "progress", "echo": sent}:
                 link.echoed = max(link.echoed, sent)
-                if time.monotonic() - link.echoed < COMMON_S:
+                if time.monotonic() - link.echoed < self.limits.common_s:
                     link.leased = False
             case {"type": "first"}:
                 for other in self.all:
@@ -486,7 +474,7 @@ class HostPool:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
         link.done = True
         self.order({"type": "kill", "after": 0}, within=0)  # the others, before anybody waits for an ssh that lingers
-        code = link.wait(AGENT_END_S if link.gone is None else LINGER_S)
+        code = link.wait(self.limits.agent_end_s if link.gone is None else self.limits.linger_s)
         if code is None:
             code = link.process.wait()
         reason = f": {shortened(link.last_error)}" if link.last_error else ""
@@ -515,7 +503,7 @@ class HostPool:
         gone: bool = False,
     ) -> HostLost:
         self.forget(link)
-        gone_by = 0.0 if gone else link.last_seen + QUIET_S + self._limit_s(link) + GONE_S
+        gone_by = 0.0 if gone else link.last_seen + self.limits.quiet_s + self._limit_s(link) + self.limits.gone_s
         return HostLost(
             host=link.host,
             code=code,
@@ -530,8 +518,8 @@ class HostPool:
     def _limit_s(self, link: HostConnection) -> float:
         """Seconds that the host may be silent."""
         if not link.ready:
-            return START_S
-        return self._lease_s if link.leased and self._lease_s is not None else SILENT_S
+            return self.limits.start_s
+        return self._lease_s if link.leased and self._lease_s is not None else self.limits.silent_s
 
     def forget(self, link: HostConnection) -> None:
         """Take no more from a program: it is lost."""
@@ -540,7 +528,7 @@ class HostPool:
 
     def _silent(self, now: float) -> Iterator[tuple[HostConnection, HostLost]]:
         """Those that have not spoken for too long, or whose ranks do not go."""
-        stood_still = now - self._looked > STILL_S  # the launcher itself, and has not listened
+        stood_still = now - self._looked > self.limits.still_s  # the launcher itself, and has not listened
         if stood_still:
             for link in self.all:
                 link.last_seen += now - self._looked
@@ -548,7 +536,7 @@ class HostPool:
                 self._kill_by += now - self._looked
         self._looked = now
         living = [link for link in self.all if not link.lost]
-        if living and (stood_still or now - max(link.echoed for link in living) > COMMON_S):
+        if living and (stood_still or now - max(link.echoed for link in living) > self.limits.common_s):
             for link in living:
                 link.leased = True
         for link in self.all:
@@ -569,5 +557,6 @@ class HostPool:
                 yield link, self._lose(link, text, EXIT_LOST if link.ready else EXIT_PREFLIGHT, with_host=True)
             elif self._kill_by is not None and now > self._kill_by:
                 ranks = ", ".join(map(str, link.ranks))
-                text = f"host {link.host}: of the ranks {ranks}, not all are gone {KILL_S:g} s after they were killed"
+                text = f"host {link.host}: of the ranks {ranks}, not all are gone {self.limits.kill_s:g} s after they "
+                text += "were killed"
                 yield link, self._lose(link, f"{text} (a process that waits for a disk or a driver cannot be)")

@@ -13,11 +13,9 @@ from roxxel_dist.launcher.job.backend import PROGRAM_FIX, Backend
 from roxxel_dist.launcher.policy.outcome import how
 from roxxel_dist.launcher.transport.client_sockets import stuck_connection
 from roxxel_dist.launcher.transport.near_end import NearEnd
-from roxxel_dist.launcher.transport.pool import PROBE_END_S, SILENT_S, HostConnection, HostPool
+from roxxel_dist.launcher.transport.pool import PROBE_END_S, HostConnection, HostPool
 from roxxel_dist.launcher.transport.words import DENIED, KEY_COMMAND, PLUGIN, shortened
 
-ANSWER_S = 60.0
-"""How long a host may take to an answer before the start, its connection included."""
 AT_ONCE = 32
 """So many hosts are asked at the same time: each may have to be reached first, and a network has its own limits."""
 RETRY_S, RETRY_MOST_S = 0.25, 5.0
@@ -55,6 +53,7 @@ class _Round:
 
     questions: Mapping[str, Message]
     limit_s: float
+    silent_s: float
     unasked: deque[str]
     answers: dict[str, Message] = field(default_factory=dict)
     waiting: dict[HostConnection, float] = field(default_factory=dict)
@@ -64,7 +63,7 @@ class _Round:
 
     def limit_of(self, link: HostConnection) -> float:
         """Seconds for an answer: an agent that has had ranks is connected."""
-        return min(self.limit_s, SILENT_S) if link.started else self.limit_s
+        return min(self.limit_s, self.silent_s) if link.started else self.limit_s
 
 
 class HostQuestions:
@@ -83,16 +82,19 @@ class HostQuestions:
         self._last = 0
         """The last question."""
 
-    def ask(self, questions: Mapping[str, Message], limit_s: float = ANSWER_S) -> dict[str, Message]:
+    def ask(self, questions: Mapping[str, Message], limit_s: float | None = None) -> dict[str, Message]:
         """Ask hosts, `AT_ONCE` at a time, and wait for all answers; `received` in each is the time here when it came.
 
-        A host that does not answer within `limit_s` seconds, or whose program ends, has no answer, and is in
-        `unreachable`. An agent that has had ranks has `SILENT_S` at most, for it is connected.
+        A host that does not answer within `limit_s` seconds (`Limits.answer_s`), or whose program ends, has no answer,
+        and is in `unreachable`. An agent that has had ranks has `Limits.silent_s` at most, for it is connected.
 
         Raises:
             Interrupted: the pool was woken.
         """
-        turn = _Round(questions, limit_s, deque(host for host in questions if host not in self.unreachable))
+        limits = self._pool.limits
+        limit_s = limits.answer_s if limit_s is None else limit_s
+        unasked = deque(host for host in questions if host not in self.unreachable)
+        turn = _Round(questions, limit_s, limits.silent_s, unasked)
         while turn.unasked or turn.waiting or turn.refusals:
             now = time.monotonic()
             again = [host for host, refused in turn.refusals.items() if refused.again <= now]

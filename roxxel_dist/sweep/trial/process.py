@@ -9,6 +9,7 @@ from pathlib import Path
 
 from roxxel_dist.launcher.backends.ray.actor import OF_WORKERS
 from roxxel_dist.launcher.host.process_tree import SpawnedTree
+from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import CONTRACT
 from roxxel_dist.sweep.trial.task import Ranks
 
@@ -83,7 +84,8 @@ class TrialProcess:
             file.write(f"--- {title}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(command)}\n".encode())
             file.flush()
             self._begin = file.tell()
-            self._tree = SpawnedTree(command, environment, file.fileno(), directory, LINGER_S)
+            limits = (LINGER_S, Limits().guard_kill_s)
+            self._tree = SpawnedTree(command, environment, file.fileno(), directory, *limits)
         self.pid: int = self._tree.keeper
         """Of its keeper, the parent of the program."""
 

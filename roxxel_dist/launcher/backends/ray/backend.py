@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.backends.ray import actor, cluster
 from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, reason_of, result
-from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words, ranks_on
 from roxxel_dist.launcher.output.console import info
@@ -66,7 +65,7 @@ class RayBackend(base.Backend):
         ValueError: an option that cannot be.
     """
 
-    heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
+    is_remote: ClassVar[bool] = True
 
     def __init__(self, options: RayOptions, gpus: int | None = None) -> None:
         cluster.check_address(options.address)

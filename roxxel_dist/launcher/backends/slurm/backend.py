@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.slurm.grow import GrowJobs
-from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
 from roxxel_dist.launcher.transport.near_end import start_near
@@ -38,7 +37,7 @@ KEPT = ("SLURM_CONF", "SLURM_JWT")
 class SlurmBackend(base.Backend):
     """One agent a node of a SLURM job, from anywhere where `srun` works. Raises ValueError as `check_container`."""
 
-    heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
+    is_remote: ClassVar[bool] = True
     job_id: str
     hosts: Sequence[str]
     """Names of its nodes, in the order of the ranks."""
