@@ -37,6 +37,7 @@ def test_a_run_of_this_kind_is_equal_to_the_bit_and_a_step_of_it_is_written(
     assert "gradient norm" in (tmp_path / "step-8.txt").read_text()
 
 
+@pytest.mark.long
 def test_a_run_whose_record_says_no_way_of_update_goes_on_as_it_began(trained, monkeypatch, capsys):
     """As runs from before there were two: all parameters at once, at its beginning, its resume and its audit."""
     monkeypatch.setenv("PJRT_NPROC", "16")

@@ -23,7 +23,7 @@ SOUND = (
     "by_a_scan",
     "drawn_and_not_used",
 )
-QUICK = {"index_of_the_device", "rows_in_another_order", "keys_of_rows_on_devices", "drawn_and_not_used"}
+QUICK = {"index_of_the_device", "keys_of_rows_on_devices"}
 
 
 def of_kind(checked, kind, *layouts):
@@ -55,12 +55,14 @@ def test_sound_noise_agrees(checked, kind):
     assert {result.layout for result in report.results if result.status == "agrees"} == set(layouts)
 
 
+@pytest.mark.long
 def test_a_stream_of_several_is_named(checked):
     """A layer of two draws the whole of its mask, and the other one that of a device."""
     report = checked("rows", seq_len=17, model="layouts.planted.noise:build_two", loss="layouts.planted.noise:loss")
     assert [each.name for each in report.results[0].differences] == ["second.key"]
 
 
+@pytest.mark.long
 def test_a_loss_that_asks_for_its_process(checked):
     report = of_kind(checked, "index_of_the_process", "rows")
     first, rows = report.results
@@ -69,6 +71,7 @@ def test_a_loss_that_asks_for_its_process(checked):
     assert not report.agree
 
 
+@pytest.mark.long
 def test_a_loss_that_asks_for_the_number_of_processes_is_a_note(checked):
     report = of_kind(checked, "number_of_processes", "rows")
     assert report.agree
@@ -81,10 +84,12 @@ def test_noise_that_is_not_of_jax_is_a_line(checked, kind):
         of_kind(checked, kind, "rows")
 
 
+@pytest.mark.long
 def test_a_function_that_is_made_anew_in_each_trace_is_not_random(checked):
     assert of_kind(checked, "a_rule_of_its_own", "rows").agree
 
 
+@pytest.mark.long
 def test_what_is_not_looked_at_is_said(checked):
     report = of_kind(checked, "whole_array", "rows")
     assert report.notes[-1].startswith("not looked at: several processes at work")

@@ -30,6 +30,7 @@ def own_mesh(devices):
     return Mesh(jax.devices()[:devices], ("replica",), axis_types=(AxisType.Auto,))
 
 
+@pytest.mark.long
 def test_a_mesh_with_axes_of_its_own(trainer):
     report = check_layouts(trainer(mesh=own_mesh(4)))
     assert report.agree, report.results
@@ -48,7 +49,7 @@ def test_a_difference_on_the_mesh_of_make_mesh(trainer):
 @pytest.mark.parametrize(
     ("devices", "text"),
     [
-        (2, "2 virtual shards on 2 devices"),
+        pytest.param(2, "2 virtual shards on 2 devices", marks=pytest.mark.long),
         (3, "4 virtual shards on 3 devices"),
         pytest.param(5, "8 virtual shards on 3 devices", marks=pytest.mark.long),
         pytest.param(6, "8 virtual shards on 3 devices", marks=pytest.mark.long),
