@@ -15,14 +15,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-COMMANDS = {"audit", "batch", "check-layouts", "compare", "data", "eval", "export", "find-lr", "generate", "merge"}
-COMMANDS |= {"plan", "report", "train", "verify"}
-"""Of roxxel-dist, those that start no processes."""
+from one_process import COMMANDS
+
 IMPORTS = ("jax.numpy", "flax.nnx", "optax", "orbax.checkpoint", "roxxel_dist.cli", "roxxel_dist.run.experiment")
 AT_IMPORT = ("JAX", "XLA", "PJRT", "PYTHON", "LD_", "OMP", "TF_", "PATH", "HOME", "VIRTUAL_ENV", "TESTS_OF")
 """How the names of variables begin that are read while Python starts and jax is imported."""
@@ -65,6 +64,11 @@ class Warm:
         """End it."""
         self.process.kill()
         self.process.communicate()
+
+
+def can_run(words: Sequence[object]) -> bool:
+    """Whether `roxxel-dist WORDS` starts no processes, so that it may be a fork."""
+    return words[0] in COMMANDS
 
 
 def run(words: list[str], cwd: Path, env: Mapping[str, str], timeout: float) -> Done:

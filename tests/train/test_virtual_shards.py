@@ -92,6 +92,7 @@ def loss(model, batch):
     return {"loss": mean, "accuracy": (logits.argmax(-1) == targets).mean(), "twice": 2 * mean}
 
 
+@pytest.mark.long
 def test_an_own_model_with_micro_batches_on_1_and_2_devices(data, tmp_path):
     fields = SMALL | {
         "model": f"{__name__}:build", "phases": [{"steps": 3, "batch_size": 16, "seq_len": 17}], "grad_accum": 2,
