@@ -35,7 +35,7 @@ def test_an_own_model_agrees_in_all_layouts(checked):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"loss": "layouts.odd:random_by_callback"}, "random by itself: two runs"),
+        pytest.param({"loss": "layouts.odd:random_by_callback"}, "random by itself: two runs", marks=pytest.mark.long),
         ({"loss": "layouts.odd:without_return"}, "returned None"),
         pytest.param({"loss": "layouts.odd:random_by_numpy"}, "random by itself: two traces", marks=pytest.mark.long),
         ({"model": "layouts.odd:build_of_ten_tokens"}, "the loss is nan on one device.*Token ids go up to 36"),
@@ -48,6 +48,7 @@ def test_what_cannot_be_checked_is_a_line(checked, fields, words):
         checked("rows", **OWN | fields)
 
 
+@pytest.mark.long
 def test_integers_in_the_state_are_compared_and_refused_by_virtual_shards(checked):
     report = checked("rows", "accum", "virtual", **OWN | {"model": "layouts.odd:build_counting"})
     assert statuses(report) == {"rows": "agrees", "accum": "agrees", "virtual": "left out"}

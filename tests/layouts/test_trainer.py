@@ -50,7 +50,7 @@ def test_a_difference_on_the_mesh_of_make_mesh(trainer):
     ("devices", "text"),
     [
         pytest.param(2, "2 virtual shards on 2 devices", marks=pytest.mark.long),
-        (3, "4 virtual shards on 3 devices"),
+        pytest.param(3, "4 virtual shards on 3 devices", marks=pytest.mark.long),
         pytest.param(5, "8 virtual shards on 3 devices", marks=pytest.mark.long),
         pytest.param(6, "8 virtual shards on 3 devices", marks=pytest.mark.long),
         pytest.param(7, "8 virtual shards on 3 devices", marks=pytest.mark.long),

@@ -313,7 +313,8 @@ class Here(Target):
         return None
 
 
-@pytest.mark.parametrize("exact_update", [pytest.param(WHOLE_UPDATE, marks=pytest.mark.long), BLOCK_UPDATE])
+@pytest.mark.long
+@pytest.mark.parametrize("exact_update", [WHOLE_UPDATE, BLOCK_UPDATE])
 def test_a_run_with_virtual_shards_is_planned_for_a_target_as_it_began(corpus, exact_update, tmp_path, monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "16")  # of two shards; that of this process is another one
     monkeypatch.setattr("roxxel_dist.run.experiment.ResumeSpec", partial(ResumeSpec, exact_update=exact_update))

@@ -332,7 +332,7 @@ def sources(path, *, shuffled=False, one_file=True, count=60):
     "fields",
     [
         pytest.param({"validation": {"v": "val.rox"}}, id="one shard", marks=pytest.mark.long),
-        pytest.param({"validation": {"v": "val_*.rox"}}, id="many shards"),
+        pytest.param({"validation": {"v": "val_*.rox"}}, id="many shards", marks=pytest.mark.long),
         pytest.param({"validation": {"v": "val.rox"}, "packing": "documents"}, id="packed", marks=pytest.mark.long),
         pytest.param(
             {"validation": {"v": "val.rox"}, "datasets": {"more": "train.rox"}, "weights": {"self": 0.5, "more": 0.5}},

@@ -29,7 +29,7 @@ CONFIG = {
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 QUESTIONS = [
     {"context": f"{a} {b}", "choices": [f" {c}", f" {a}", " omega."], "answer": i % 3}
-    for i, (a, b, c) in enumerate((a, b, c) for a in WORDS[:3] for b in WORDS[3:6] for c in WORDS[6:])
+    for i, (a, b, c) in enumerate((a, b, c) for a in WORDS[:3] for b in WORDS[3:6] for c in WORDS[6:7])
 ]
 TEXTS = ["alpha beta gamma " * 5, "zeta"]
 NAMES = ["task/greek/acc", "task/greek/acc_norm", "task/prose/bits_per_byte"]
