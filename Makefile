@@ -44,10 +44,10 @@ test-in-newest:
 	JAX_COMPILATION_CACHE_DIR=$(abspath $(NEWEST))/xla $(PYTEST:$(BIN)/%=$(NEWEST)/bin/%) $(MORE)
 
 test-docs: $(VENV)/dev-installed ## every block of the documentation and the examples, as they stand
-	$(PYTEST) -m "docs and not long"
+	$(PYTEST) -m "docs and not long" tests/docs tests/whole
 
 test-web: $(VENV)/dev-installed ## the page in a browser: needs chromium and chromium-driver
-	$(PYTEST) -n 0 -m "web and not long"
+	$(PYTEST) -n 0 -m "web and not long" tests/view tests/docs
 
 test-cluster: $(VENV)/dev-installed ## more of sshd, SLURM, Ray and several hosts; as root
 	$(PYTEST) -m "cluster and not long"

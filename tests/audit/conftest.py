@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from kept_steps import fresh, kept  # noqa: F401  (of the tests here)
 
 from roxxel_dist import Config, Experiment, Roxxel
 

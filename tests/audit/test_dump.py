@@ -8,7 +8,7 @@ import pytest
 from roxxel_dist.cli import main
 
 
-@pytest.mark.parametrize("step", [1, 8])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 8])
 def test_a_step_is_written_as_arrays_and_as_a_table(step, clean, tmp_path, capsys):
     assert main(["audit", str(clean), "--steps", f"{step}:{step}", "--dump", str(tmp_path)]) == 0
     text = (tmp_path / f"step-{step}.txt").read_text()

@@ -97,11 +97,7 @@ FLIPS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("flip", "words"),
-    [
-        pytest.param(*case, id=f"{case[0].kind} in step {case[0].step}", marks=pytest.mark.long if n else ())
-        for n, case in enumerate(FLIPS)
-    ],
+    ("flip", "words"), [pytest.param(*case, id=f"{case[0].kind} in step {case[0].step}") for case in FLIPS]
 )
 def test_a_bit_that_flips_in_a_run_of_slices_is_found_on_other_devices(flip, words, trained, exact, capsys):
     with flipping(flip):

@@ -14,6 +14,7 @@ FIELDS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_run_of_two_processes_in_a_bucket_is_audited_by_one(tokens, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(FIELDS))

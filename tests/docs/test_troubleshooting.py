@@ -80,17 +80,20 @@ def test_the_page_has_messages():
     assert len(rows) == len(ALL), "each row begins with a message"
 
 
-@pytest.mark.parametrize("symptom", ["hang", "OOM", "out of memory", "NaN", "preempt", "resume", "crash"])
-def test_a_symptom_is_in_a_heading(symptom):
-    headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
-    assert [one for one in headings if re.search(rf"\b{symptom}", one, re.IGNORECASE)], headings
+def test_each_symptom_is_in_a_heading():
+    headings = "\n".join(re.findall(r"^## (.*)$", PAGE, re.MULTILINE))
+    symptoms = ["hang", "OOM", "out of memory", "NaN", "preempt", "resume", "crash"]
+    assert [one for one in symptoms if not re.search(rf"\b{one}", headings, re.IGNORECASE)] == []
 
 
-@pytest.mark.parametrize("message", OURS)
-def test_a_message_is_still_in_the_sources(message, sources):
-    fixed = parts(message)
-    assert any(len(part.split()) > 1 for part in fixed), "too little of it is fixed"
-    assert any(all(holds(text, part) for part in fixed) for text in sources), f"no module has all of {fixed}"
+def test_each_message_is_still_in_the_sources(sources):
+    wrong = []
+    for fixed in map(parts, OURS):
+        if not any(len(part.split()) > 1 for part in fixed):
+            wrong.append(f"too little of it is fixed: {fixed}")
+        if not any(all(holds(text, part) for part in fixed) for text in sources):
+            wrong.append(f"no module has all of {fixed}")
+    assert not wrong
 
 
 def test_a_renamed_message_is_noticed(sources):

@@ -23,6 +23,7 @@ def test_the_built_in_model_agrees_in_all_layouts(checked):
     assert statuses(report) == dict.fromkeys(layouts, "agrees")
 
 
+@pytest.mark.long
 def test_an_own_model_agrees_in_all_layouts(checked):
     report = checked(**OWN)
     assert report.agree, report.results
@@ -34,9 +35,9 @@ def test_an_own_model_agrees_in_all_layouts(checked):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"loss": "layouts.odd:random_by_callback"}, "random by itself: two runs"),
-        ({"loss": "layouts.odd:random_by_numpy"}, "random by itself: two traces"),
+        pytest.param({"loss": "layouts.odd:random_by_callback"}, "random by itself: two runs", marks=pytest.mark.long),
         ({"loss": "layouts.odd:without_return"}, "returned None"),
+        pytest.param({"loss": "layouts.odd:random_by_numpy"}, "random by itself: two traces", marks=pytest.mark.long),
         ({"model": "layouts.odd:build_of_ten_tokens"}, "the loss is nan on one device.*Token ids go up to 36"),
         ({"model": "layouts.odd:build_with_integers"}, "has no gradient"),
         ({"model": "layouts.odd:build_huge"}, "does not fit"),

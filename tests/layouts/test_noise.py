@@ -89,6 +89,7 @@ def test_a_function_that_is_made_anew_in_each_trace_is_not_random(checked):
     assert of_kind(checked, "a_rule_of_its_own", "rows").agree
 
 
+@pytest.mark.long
 def test_what_is_not_looked_at_is_said(checked):
     report = of_kind(checked, "whole_array", "rows")
     assert report.notes[-1].startswith("not looked at: several processes at work")

@@ -59,8 +59,8 @@ PLANTED = {
 PACKED = {"phases": [{"steps": 1, "batch_size": 16, "seq_len": 33, "packing": "documents"}]}
 EXTRA = {"segments_at_border": PACKED}
 """More fields of a config."""
-QUICK = ("scaled_balance", "shared_dropout")
-"""Beside those of other tests here: test_the_order, test_the_command and test_trainer."""
+QUICK = ("double_psum",)
+"""Beside those of test_the_command and test_trainer."""
 
 
 def fields(name, part):

@@ -144,8 +144,7 @@ def test_memory_is_that_of_the_real_state(corpus, more):
     assert [one["name"] for one in found.arrays] == list(state.params)
 
 
-@pytest.mark.parametrize("shards", [0, 8])
-@pytest.mark.parametrize(("count", "pieces"), [(0, 8), (2, 2), (1, 1)])
+@pytest.mark.parametrize(("count", "pieces", "shards"), [(0, 8, 0), (2, 2, 8), (1, 1, 0)])
 def test_so_many_devices_share_a_copy_of_the_parameters(corpus, count, pieces, shards):
     made = build_components(Config(**WIDE, fsdp=True, fsdp_devices=count, virtual_shards=shards), corpus)
     state = abstract_train_state(made, made.mesh(), 4)[1]
@@ -210,7 +209,7 @@ def test_the_devices_that_repeat_the_work_of_others_are_told(corpus):
 @pytest.mark.parametrize(
     ("rows", "length", "layout"),
     [
-        (16, 17, "8 virtual shards over 5 devices, 1 or 2 on each"),
+        pytest.param(16, 17, "8 virtual shards over 5 devices, 1 or 2 on each", marks=pytest.mark.long),
         (1, 33, "8 virtual shards over 5 devices, 1 or 2 on each"),
     ],
 )
@@ -314,7 +313,8 @@ class Here(Target):
         return None
 
 
-@pytest.mark.parametrize("exact_update", [pytest.param(WHOLE_UPDATE, marks=pytest.mark.long), BLOCK_UPDATE])
+@pytest.mark.long
+@pytest.mark.parametrize("exact_update", [WHOLE_UPDATE, BLOCK_UPDATE])
 def test_a_run_with_virtual_shards_is_planned_for_a_target_as_it_began(corpus, exact_update, tmp_path, monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "16")  # of two shards; that of this process is another one
     monkeypatch.setattr("roxxel_dist.run.experiment.ResumeSpec", partial(ResumeSpec, exact_update=exact_update))

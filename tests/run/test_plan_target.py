@@ -247,6 +247,7 @@ def test_one_row_on_a_tpu_slice(work):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_experts_cost_what_their_tokens_cost(work):
     """Forward and backward, with shares of the hidden units on two chips."""
     found, _ = plan(work, "--target", "v5e:2x2", "--use_moe", "True", "--tensor_devices", "2")
@@ -255,6 +256,7 @@ def test_experts_cost_what_their_tokens_cost(work):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_what_does_not_fit_is_told_what_makes_it_fit(work):
     """A device with less memory than the state takes, but more than a quarter of it; what is proposed was compiled."""
     fields = "--dim", "512", "--vocab_size", "2048", "--device_memory_gb", "0.04"

@@ -115,7 +115,11 @@ class Own(nnx.Module):
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
-        ({"loss_chunk": 32, "num_blocks": 2, "scan_layers": True, "gradient_checkpointing": True}, EACH),
+        pytest.param(
+            {"loss_chunk": 32, "num_blocks": 2, "scan_layers": True, "gradient_checkpointing": True},
+            EACH,
+            marks=pytest.mark.long,
+        ),
         ({"mla": True, "rope_dim": 8, "norm_position": "both", "use_moe": True, "n_experts": 2}, MIXED),
         (None, {"mlp", "head_and_loss"}),
     ],

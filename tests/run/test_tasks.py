@@ -29,7 +29,7 @@ CONFIG = {
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 QUESTIONS = [
     {"context": f"{a} {b}", "choices": [f" {c}", f" {a}", " omega."], "answer": i % 3}
-    for i, (a, b, c) in enumerate((a, b, c) for a in WORDS[:3] for b in WORDS[3:6] for c in WORDS[6:])
+    for i, (a, b, c) in enumerate((a, b, c) for a in WORDS[:3] for b in WORDS[3:6] for c in WORDS[6:7])
 ]
 TEXTS = ["alpha beta gamma " * 5, "zeta"]
 NAMES = ["task/greek/acc", "task/greek/acc_norm", "task/prose/bits_per_byte"]
@@ -137,7 +137,7 @@ def test_other_devices_give_the_same_up_to_rounding(made, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"fsdp": True, "n_devices": 4, "tensor_devices": 2, "bf16_compute": True},
+        pytest.param({"fsdp": True, "n_devices": 4, "tensor_devices": 2, "bf16_compute": True}, marks=pytest.mark.long),
         {"model": "own_model:build", "model_args": {"width": 16}, "n_devices": 2},
     ],
     ids=["fsdp and tensor", "a model of one's own"],
@@ -175,6 +175,7 @@ def test_the_table_and_other_tasks(made, capsys, tmp_path):
     assert note == "task long: 2 of 2 choices are too long for max_context, and cut on the left"
 
 
+@pytest.mark.long
 def test_a_run_without_validation_data_has_tasks(made, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(made)
     words = ["--data_path", "text.txt", "--run_dir", str(tmp_path / "run"), "--val_fraction", "0", "--max_steps", "1"]

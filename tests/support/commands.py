@@ -11,6 +11,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import warm
+
 from roxxel_dist.cluster.versions import number
 from roxxel_dist.launcher.job.limits import SCALE_ENV
 
@@ -61,9 +63,11 @@ def command(*words):
 
 def run(*words, cwd, timeout=240, **more):
     """Run `roxxel-dist WORDS` to its end, without a warning that a call of this package will soon not work."""
-    done = subprocess.run(
-        command(*words), cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=timeout
-    )
+    env = environment(**more)
+    if warm.can_run(words):
+        done = warm.run([*map(str, words)], cwd, env, timeout)
+    else:
+        done = subprocess.run(command(*words), cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     assert (found := DEPRECATED.search(done.stdout + done.stderr)) is None, found
     return done
 

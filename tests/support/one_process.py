@@ -16,22 +16,33 @@ import tempfile
 import traceback
 from pathlib import Path
 
-COMMANDS = {"batch", "data", "eval", "export", "find-lr", "generate", "merge", "plan", "report", "train"}
-"""Of roxxel-dist, that are about no process."""
-SHELL = re.compile(r"[$`|&;<>*?]")
+COMMANDS = {"audit", "batch", "check-layouts", "compare", "data", "eval", "export", "find-lr", "generate", "merge"}
+COMMANDS |= {"plan", "report", "train", "verify"}
+"""Of roxxel-dist, those that start no processes."""
+BESIDE = {"cp", "ls", "mkdir", "mv"}
+"""Programs that scripts call beside them, each in a process of its own."""
+SHELL = re.compile(r"[$`|&;<>]")
 """What only a shell can do."""
+GLOB = re.compile(r"[*?]")
 
 
 def plain(text: str) -> list[list[str]] | None:
-    """The words of each line of a script that only gives such commands and starts Python programs; None for others."""
+    """The words of each line of a script that only gives such commands and starts programs; None for others.
+
+    What a process does that is there for others too has three words: those that a shell needs for the line alone are
+    `bash -c LINE`.
+    """
     try:
-        lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
+        lines = [(line, shlex.split(line, comments=True)) for line in text.replace("\\\n", " ").splitlines()]
     except ValueError:  # a quoted text of several lines
         return None
-    lines = [words for words in lines if words]
-    simple = (words[0] == "python" or (words[0] == "roxxel-dist" and words[1] in COMMANDS) for words in lines)
-    own = SHELL.search(text) or "--devices" in text  # which are simulated before jax has any
-    return lines if all(simple) and not own else None
+    lines = [(line, words) for line, words in lines if words]
+    simple = (
+        words[0] in ("python", *BESIDE) or (words[0] == "roxxel-dist" and words[1] in COMMANDS) for _, words in lines
+    )
+    if SHELL.search(text) or not all(simple):
+        return None
+    return [["bash", "-c", line] if words[0] in BESIDE or GLOB.search(line) else words for line, words in lines]
 
 
 class OneProcess:

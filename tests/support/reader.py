@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import warm
 import yaml
 from commands import environment
 from one_process import OneProcess, plain
@@ -19,6 +20,8 @@ FENCE = re.compile(
 NOTE = re.compile(r"<!-- ((?:(?!-->).)*) -->\s*\Z", re.DOTALL)
 PROCESSES: dict[tuple[tuple[str, str], ...], OneProcess] = {}
 """By their environments."""
+OF_DEVICES = {"audit", "check-layouts"}
+"""Commands that choose the devices of their process."""
 LAUNCHED = re.compile(r"(?<=\broxxel-dist )(?=(?:train|find-lr|eval)\b)")
 """Where `launch local … --` goes when a page that was written for one process is followed on several."""
 
@@ -79,20 +82,29 @@ def in_processes(
 
 
 def here(words: list[str], *, cwd: Path, env: dict[str, str], timeout: float) -> "subprocess.CompletedProcess[str]":
-    """The same, but commands and programs that are about no process are run in one that has this environment."""
+    """The same, but commands and programs that start no processes are run where jax is imported already.
+
+    That is one process with this environment, or a fork where a command has devices of its own.
+    """
     lines = plain(words[-1]) if words[0] == "bash" else None
     if not lines:
         return in_processes(words, cwd=cwd, env=env, timeout=timeout)
     known = tuple(sorted((name, value) for name, value in env.items() if name != "PYTEST_CURRENT_TEST"))
-    if known not in PROCESSES or PROCESSES[known].process.poll() is not None:
-        PROCESSES[known] = OneProcess(env)
     done = subprocess.CompletedProcess(words, 0, "", "")
     for line in lines:
-        if done.returncode == 0:
+        if done.returncode != 0:
+            break
+        if line[0] == "bash" or (line[0] == "python" and "--devices" in line):
+            result = in_processes(line, cwd=cwd, env=env, timeout=timeout)
+        elif line[0] == "roxxel-dist" and (line[1] in OF_DEVICES or "--devices" in line):
+            result = warm.run(line[1:], cwd, env, timeout)
+        else:
+            if known not in PROCESSES or PROCESSES[known].process.poll() is not None:
+                PROCESSES[known] = OneProcess(env)
             result = PROCESSES[known].run(line, cwd)
-            done.returncode = result.returncode
-            done.stdout += result.stdout
-            done.stderr += result.stderr
+        done.returncode = result.returncode
+        done.stdout += result.stdout
+        done.stderr += result.stderr
     return done
 
 

@@ -15,6 +15,7 @@ from roxxel_dist.model.layers import Dropout
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train.agreement import StepAgreement
 
+ADAM = optax.adam(3e-2)
 PHASES = [Phase(6, 8, 17), Phase(4, 8, 17), Phase(3, 8, 33)]
 
 
@@ -42,7 +43,7 @@ def make(corpus, path, phases=PHASES, loss_fn=next_token_loss, **options):
     """A trainer that has taken up its run: on two devices, where nothing else is asked for."""
     settings = {"eval_every": 5, "checkpoint_every": 4, "log_every": 1, "eval_iters": 2, "val_fraction": 0.1} | options
     settings.setdefault("mesh", make_mesh(2))
-    optimizer = settings.pop("optimizer", optax.adam(3e-2))
+    optimizer = settings.pop("optimizer", ADAM)
     made = Trainer(settings.pop("model", model), optimizer, Curriculum(corpus, phases), loss_fn, path, **settings)
     made.open()
     return made

@@ -75,6 +75,7 @@ def test_shards_may_be_added(tmp_path):
         assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 14))
 
 
+@pytest.mark.long
 def test_a_data_set_may_be_taken_away(corpus, tmp_path):
     def blended(phases, sets, **options):
         curriculum = Curriculum(corpus, phases, mix_streamers=sets)
@@ -92,6 +93,7 @@ def test_a_data_set_may_be_taken_away(corpus, tmp_path):
     assert blended([Phase(8, 8, 17)], None).start_step == 8
 
 
+@pytest.mark.long
 def test_the_learning_rate_before_is_that_of_the_run(corpus, tmp_path):
     train(corpus, tmp_path, max_steps=8, optimizer=NamedOptimizer(OptimizerConfig(lr=0.5, lr_schedule="constant")))
     train(
@@ -117,6 +119,7 @@ def test_another_seed_or_another_cut_is_refused(corpus, begun):
         make(corpus, begun, LONGER, amend=True, val_fraction=0.3)
 
 
+@pytest.mark.long
 def test_a_warm_up_that_only_the_new_plan_has_room_for(corpus, tmp_path):
     train(corpus, tmp_path, max_steps=8, optimizer=NamedOptimizer(OptimizerConfig(lr=1e-2)))
     longer = NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=15))

@@ -62,7 +62,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["plain", pytest.param("fsdp and accumulation", marks=pytest.mark.long)])
 def test_a_run_validates_with_it_and_trains_as_without(corpus, tmp_path, layout):
     options = LAYOUTS[layout] | ({"mesh": LAYOUTS[layout]["mesh"]()} if "mesh" in LAYOUTS[layout] else {})
     wide = {"model": lambda: model(dim=256)} if layout != "plain" else {}
@@ -92,7 +92,7 @@ def test_it_resumes_to_the_bit(corpus, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, host(parts.state.evaluated), host(whole.state.evaluated))
 
 
-@pytest.mark.parametrize("action", ["skip", "rewind"])
+@pytest.mark.parametrize("action", ["skip", pytest.param("rewind", marks=pytest.mark.long)])
 def test_a_bad_step_does_not_move_it(corpus, tmp_path, monkeypatch, action):
     seen = []
     options = OPTIONS | {"phases": [Phase(14, 8, 17)], "on_bad_step": action, "checkpoint_every": 2}
@@ -109,6 +109,7 @@ def test_a_bad_step_does_not_move_it(corpus, tmp_path, monkeypatch, action):
     check(seen[-1][1], [params for params, _ in seen])
 
 
+@pytest.mark.long
 def test_a_checkpointer_of_an_own_loop_reads_such_a_run(corpus, tmp_path):
     made = train(corpus, tmp_path, **OPTIONS, optimizer=optax.adam(1e-2))
     net = model()

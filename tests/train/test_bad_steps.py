@@ -70,7 +70,7 @@ def test_what_is_wrong_is_named(corpus, loss, norm, words):
     assert words in describe(health, Curriculum(corpus, PHASES).plan(42), [6])
 
 
-@pytest.mark.parametrize("action", ["raise", "rewind"])
+@pytest.mark.parametrize("action", [pytest.param("raise", marks=pytest.mark.long), "rewind"])
 def test_a_ruined_checkpoint_is_not_gone_on_from(corpus, tmp_path, action):
     """The update of step 6 ruins the weights, and each step after it fails, whatever it reads."""
     curriculum, _ = Curriculum(corpus, PHASES).hold_out(0.1)
@@ -134,6 +134,7 @@ def test_going_back_leaves_the_rows_out(corpus, tmp_path):
     assert {s: x for s, x, _ in losses(tmp_path / "cut")} == {s: x for s, x, _ in losses(tmp_path / "run")}
 
 
+@pytest.mark.long
 def test_going_back_to_a_step_that_is_not_known_to_be_good_says_so(corpus, tmp_path):
     """The only checkpoint is of the step before the bad one: nothing shows that its update was good."""
     train(corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, PHASES, 2), on_bad_step="rewind")
@@ -175,6 +176,7 @@ def test_going_back_has_an_end(corpus, tmp_path):
     assert saved(tmp_path) == []
 
 
+@pytest.mark.long
 def test_only_so_often(corpus, tmp_path):
     """Every second batch or so is bad, the first one is not."""
     curriculum, _ = Curriculum(corpus, PHASES).hold_out(0.1)

@@ -9,13 +9,13 @@ from roxxel_dist.cli import main
 
 
 def test_a_run_with_experts(tmp_path, capsys):
-    """Rows over eight devices, in micro-batches, in bfloat16: the losses fall, and eval repeats them to the bit."""
+    """Rows over two devices, in micro-batches, in bfloat16: the losses fall, and eval repeats them to the bit."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
     config = Config(
         dim=16, num_blocks=1, max_context=16, batch_size=32, grad_accum=2, max_steps=30, eval_iters=2, log_every=5,
         eval_every=15, checkpoint_every=15, tokenizer_type="char", lr=1e-2, warmup_steps=2, bf16_compute=True,
-        use_moe=True, n_experts=4, top_k_mlp=2, alpha_balance=0.05,
+        n_devices=2, use_moe=True, n_experts=4, top_k_mlp=2, alpha_balance=0.05,
     )  # fmt: skip
     run = Experiment(config).fit(text, tmp_path / "run")
     found = rows(run)

@@ -22,6 +22,7 @@ from roxxel_dist.model.loss import token_losses
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.sharding import make_mesh
 
+ADAM = optax.adam(1e-2)
 SHAPE = {"dim": 16, "num_blocks": 1, "kv_heads": 1, "head_size": 8, "max_context": 16}
 
 
@@ -39,7 +40,7 @@ def trainer(corpus, **options):
     curriculum = Curriculum(corpus, [Phase(steps=4, batch_size=4, seq_len=17)])
     options = {"log_every": 1, "eval_every": 2, "eval_iters": 1, "checkpoint_every": 2} | options
     return Trainer(
-        model, optax.adam(1e-2), curriculum, token_losses, "run", mesh=make_mesh(n_devices=1), **options
+        model, ADAM, curriculum, token_losses, "run", mesh=make_mesh(n_devices=1), **options
     )  # fmt: skip
 
 

@@ -42,7 +42,12 @@ def check_resumed(corpus, finished_run, tmp_path, kind, seed, newest=1):
     shutil.rmtree(run)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = ("flip", "missing file")
+
+
+@pytest.mark.parametrize(
+    "kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind not in QUICK)]
+)
 def test_the_next_older_whole_one_is_taken(corpus, finished_run, tmp_path, kind):
     check_resumed(corpus, finished_run, tmp_path, kind, seed=0, newest=1 + (kind == "flip"))
 

@@ -52,6 +52,7 @@ def within_limit(act):
     assert not thread.is_alive()
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_failed_run_does_not_wait_for_the_next_phase_to_be_compiled(corpus, tmp_path):
     begun, go_on = threading.Event(), threading.Event()
 

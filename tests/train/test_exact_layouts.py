@@ -124,9 +124,8 @@ def hash_of(run):
     return hashlib.sha256(repr([[row.get(name) for name in names] for row in rows]).encode() + weights).hexdigest()[:12]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "average" else pytest.mark.long) for name in CASES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
 def test_the_bits_of_one_device(name, data, base, tmp_path):
     fields = FIELDS | CASES[name] | ({"init_from": base} if "use_lora" in CASES[name] else {})
     hashes, cut = {}, {}

@@ -63,6 +63,7 @@ def test_a_stable_phase_and_a_fork_are_one_long_run(corpus, tmp_path):
     assert f"resuming after step 8 of 13, from the checkpoint {tmp_path / 'stable'}@8" in text
 
 
+@pytest.mark.long
 def test_a_fork_with_phases_of_its_own_reads_nothing_twice(corpus, finished_run, tmp_path):
     made = train(corpus, tmp_path / "fork", [*PHASES[:2], Phase(9, 4, 33)], origin=fork(finished_run, 8))
     assert sorted(numbers(tmp_path / "fork")) == list(range(9, 20))
@@ -140,12 +141,12 @@ def _leaves(made):
 
 def test_a_run_with_the_weights_of_another_needs_it_once(corpus, run, tmp_path):
     source = {"init_from": str(run)}
-    train(corpus, tmp_path / "tuned", **source)
+    train(corpus, tmp_path / "tuned", PHASES[:1], **source)
     assert numbers(tmp_path / "tuned")[1] < numbers(run)[1]
     assert "the weights are those of" in told(tmp_path / "tuned")
-    train(corpus, tmp_path / "parts", max_steps=6, **source)
+    train(corpus, tmp_path / "parts", PHASES[:1], max_steps=3, **source)
     run.rename(tmp_path / "away")
-    train(corpus, tmp_path / "parts", **source)
+    train(corpus, tmp_path / "parts", PHASES[:1], **source)
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "tuned")
 
 
@@ -188,6 +189,7 @@ def test_a_fork_leaves_rows_out(corpus, run, tmp_path):
     assert on.plan.fingerprint == made.plan.fingerprint
 
 
+@pytest.mark.long
 def test_it_does_what_a_rewind_does(corpus, finished_run, tmp_path):
     """The rows of step 7 left out by hand, or because its loss is no number: the same run to the bit."""
     bad = corpus.read(make(corpus, tmp_path / "plain").plan.rows(6).offset, 17, np.int32)

@@ -127,7 +127,7 @@ def corpora(tmp_path_factory):
 
 
 @pytest.mark.parametrize("steps", [FIRST_PHASE, pytest.param(STEPS, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.long), *list(CONFIGS)[1:]])
 def test_losses_are_what_they_were(name, steps, corpora, tmp_path):
     golden = json.loads(GOLDEN.read_text())
     expected = golden["losses"][name]

@@ -83,7 +83,7 @@ CASES = {
 
 
 @pytest.fixture
-def compiled():
+def compiled(fresh):
     """The names of the programs that are compiled or come out of jax's cache."""
     names = []
 
@@ -187,7 +187,7 @@ def test_a_trainer_of_parts_refuses_it(case, corpus, run_of_parts, compiled):
     assert compiled == []
 
 
-@pytest.mark.parametrize("case", ["without shards", "other jax"])
+@pytest.mark.parametrize("case", [pytest.param("without shards", marks=pytest.mark.long), "other jax"])
 def test_a_trainer_of_parts_can_amend_it(case, corpus, run_of_parts):
     bits, options, _ = OF_PARTS[case]
     save_bits(run_of_parts, **bits)

@@ -118,6 +118,7 @@ def test_a_copy_is_of_one_run_and_one_way_to_train(corpus, killed, folder, tmp_p
     same.close()
 
 
+@pytest.mark.long
 def test_a_checkpoint_on_disk_of_the_same_step_is_taken_first(corpus, killed, folder, finished_run):
     shutil.copytree(finished_run / "checkpoints" / "12", killed / "checkpoints" / "12")
     made = make(corpus, killed)
@@ -189,6 +190,7 @@ def small_memory(tmp_path, monkeypatch):
         yield path
 
 
+@pytest.mark.long
 def test_too_small_a_memory_is_left_alone(corpus, small_memory, tmp_path, finished_run):
     (small_memory / "other").write_bytes(bytes(900_000))
     train(corpus, tmp_path / "run", **EVERY_STEP)

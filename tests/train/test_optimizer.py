@@ -199,7 +199,7 @@ def test_muon_moves_inner_matrices_alone():
             assert size == pytest.approx(1.0, rel=1e-3), name
 
 
-@pytest.mark.parametrize("limit", [0.0, 0.5, 1e9])
+@pytest.mark.parametrize("limit", [0.0, 0.5, pytest.param(1e9, marks=pytest.mark.long)])
 def test_clipping_is_optaxs_and_zero_is_none(limit):
     grads = tree(3)
     got, _ = jax.jit(lambda limit, g: clip(limit).update(g, optax.EmptyState()))(jnp.float32(limit), grads)

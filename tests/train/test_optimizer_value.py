@@ -1,5 +1,7 @@
 """Optimizers that ask for more than a gradient: for the loss, or for what a step does not have."""
 
+import itertools
+
 import jax.numpy as jnp
 import optax
 import pytest
@@ -31,8 +33,14 @@ PLACES = {
 LAYOUTS = {"plain": {}, "accumulated": {"grad_accum_steps": 4}}
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = [("in a chain", "plain"), ("in MultiSteps", "accumulated")]
+EVERY = list(itertools.product(PLACES, LAYOUTS))
+
+
+@pytest.mark.parametrize(
+    ("place", "layout"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in EVERY if case not in QUICK)],
+)
 def test_the_loss_is_given(corpus, tmp_path, place, layout):
     optimizer, found = PLACES[place]
     made = train(corpus, tmp_path, phases=PHASES, optimizer=optimizer(), **LAYOUTS[layout])

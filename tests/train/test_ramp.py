@@ -42,21 +42,33 @@ def read(path):
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("scaling", "power"), [("none", 0), ("sqrt", 0.5), ("linear", 1)])
-def test_the_rate_follows_the_tokens_of_the_batch(data, tmp_path, scaling, power):
-    rows = fit(data, tmp_path / "run", lr_scaling=scaling)
+@pytest.fixture(scope="module")
+def scaled(data, tmp_path_factory):
+    """A run whose rate is scaled by a square root, which is only read."""
+    path = tmp_path_factory.mktemp("scaled") / "run"
+    fit(data, path, lr_scaling="sqrt")
+    return path
+
+
+OTHERS = [pytest.param(*case, marks=pytest.mark.long) for case in (("none", 0), ("linear", 1))]
+
+
+@pytest.mark.parametrize(("scaling", "power"), [("sqrt", 0.5), *OTHERS])
+def test_the_rate_follows_the_tokens_of_the_batch(data, tmp_path, scaled, scaling, power):
+    path = scaled if scaling == "sqrt" else tmp_path / "run"
+    rows = read(path) if scaling == "sqrt" else fit(data, path, lr_scaling=scaling)
     settings = OptimizerConfig(lr=1e-2, warmup_steps=1).settings(8)
     shares = [*(batch * 17 / 144 for batch in BATCHES), 1, 1]
     expected = [float(learning_rate("cosine", settings, i)) * share**power for i, share in enumerate(shares)]
     assert [row["lr"] for row in rows] == pytest.approx(expected, rel=1e-6)
-    told = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    told = (path / "logs" / "rank-0.log").read_text()
     note = "in a batch, x 1 for 144): phase 1 x 0.687, phase 2 x 0.972, phase 3 x 1"
     assert (note in told) == (scaling == "sqrt")
 
 
-def test_it_resumes_in_the_ramp(data, tmp_path):
-    whole = fit(data, tmp_path / "whole", lr_scaling="sqrt")
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+def test_it_resumes_in_the_ramp(data, tmp_path, scaled):
+    whole = read(scaled)
+    shutil.copytree(scaled, tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "8")
     (tmp_path / "cut" / "training_cursor.json").unlink()
     again = fit(data, tmp_path / "cut", resume=True, lr_scaling="sqrt")
@@ -70,6 +82,7 @@ def printed(path):
     return [[float(number) if number != "none" else None for number in line] for line in lines]
 
 
+@pytest.mark.long
 def test_a_branch_and_an_amended_run_keep_the_rate_of_their_trunk(data, tmp_path, monkeypatch, capsys):
     """The rows of a validation too: `lr` is the rate of 144 tokens, whatever phases are cut off or added."""
     fields = {"lr_scaling": "sqrt", "lr_schedule": "constant", "eval_every": 1}
@@ -111,6 +124,7 @@ def test_a_branch_and_an_amended_run_keep_the_rate_of_their_trunk(data, tmp_path
             assert json.loads(meta.read_text())["meta"]["validation"]["batches"] == shapes
 
 
+@pytest.mark.long
 def test_with_virtual_shards_it_has_the_same_bits_on_any_devices(data, tmp_path, monkeypatch):
     jax.devices()  # which are there before a run would choose the size of a pool
     monkeypatch.setenv("PJRT_NPROC", "16")

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +18,15 @@ def settings(total, **fields):
     return OptimizerConfig(**fields).settings(total)
 
 
+@functools.cache
+def compiled(kind):
+    """The rates of a kind of schedule, of its numbers and of many steps."""
+    return jax.jit(jax.vmap(lambda numbers, step: learning_rate(kind, numbers, step), (None, 0)))
+
+
 def rates(kind, numbers, steps):
-    return np.asarray(jax.jit(jax.vmap(lambda step: learning_rate(kind, numbers, step)))(jnp.asarray(steps, jnp.int32)))
+    numbers = {name: jnp.float32(value) for name, value in numbers.items()}  # as a step has them
+    return np.asarray(compiled(kind)(numbers, jnp.asarray(steps, jnp.int32)))
 
 
 def exactly(schedule, steps):

@@ -219,7 +219,7 @@ def test_training_cut_is_training_whole():
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", [build, build()], ids=["callable", "module"])
+@pytest.mark.parametrize("model", [build, pytest.param(build(), marks=pytest.mark.long)], ids=["callable", "module"])
 def test_bfloat16_parameters_have_bfloat16_moments(model):
     _, state, settings = init_state(model, optax.adam(0.1).init, make_mesh(), dtype=jnp.bfloat16)
     adam: tuple = state.opt_state  # pyright: ignore[reportAssignmentType]
@@ -235,8 +235,8 @@ def test_bfloat16_parameters_have_bfloat16_moments(model):
     ("optimizer", "factored"),
     [
         (optax.adafactor(0.1), True),
-        (optax.lion(0.1), False),
-        (optax.contrib.muon(0.1), False),
+        pytest.param(optax.lion(0.1), False, marks=pytest.mark.long),
+        pytest.param(optax.contrib.muon(0.1), False, marks=pytest.mark.long),
         (optax.contrib.schedule_free_sgd(0.1), False),
     ],
 )
@@ -278,7 +278,7 @@ class Odd(nnx.Module):
         return self.dropout(x @ self.matrix[...] @ self.again[...]) * self.half[...]
 
 
-@pytest.mark.parametrize("model", [Odd, Odd()], ids=["callable", "module"])
+@pytest.mark.parametrize("model", [pytest.param(Odd, marks=pytest.mark.long), Odd()], ids=["callable", "module"])
 def test_variables_of_any_kind(model):
     parts, state, settings = init_state(model, optax.sgd(1.0).init, make_mesh())
     assert [*state.params] == ["again"]

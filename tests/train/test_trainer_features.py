@@ -24,7 +24,7 @@ BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
 @pytest.fixture
-def compiled():
+def compiled(fresh):
     """Counts what XLA compiles, by the name of the jitted function; a program from jax's cache counts too."""
     counts: Counter[str] = Counter()
 
@@ -55,6 +55,7 @@ def test_to_make_a_trainer_compiles_opens_and_starts_nothing(corpus, tmp_path, c
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("fresh")
 def test_the_next_phase_is_compiled_before_its_boundary(corpus, tmp_path):
     """Where the phase is long enough: here a validation in its midst waits until the compiler has nothing to do."""
     made, waited = None, []
@@ -211,7 +212,10 @@ def test_the_loss_of_each_data_set_in_a_blend_by_row(corpus, tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "kept", "computed"),
-    [("use_bf16", jnp.bfloat16, jnp.bfloat16), ("bf16_compute", jnp.float32, jnp.bfloat16)],
+    [
+        pytest.param("use_bf16", jnp.bfloat16, jnp.bfloat16, marks=pytest.mark.long),
+        ("bf16_compute", jnp.float32, jnp.bfloat16),
+    ],
 )
 def test_precision(corpus, tmp_path, option, kept, computed):
     seen = set()

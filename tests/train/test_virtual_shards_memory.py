@@ -24,7 +24,7 @@ MODEL = {"dim": 256, "num_blocks": 1, "n_heads": 2, "vocab_size": 1024, "max_con
 OF_THREE = MODEL | {"dim": 192, "vocab_size": 1536}
 SHARDS = 8
 CASES = [
-    pytest.param("adamw", 8, MODEL, id="adamw"),
+    pytest.param("adamw", 8, MODEL, id="adamw", marks=pytest.mark.long),
     pytest.param("muon", 8, MODEL, id="muon", marks=pytest.mark.long),
     pytest.param("adamw", 3, OF_THREE, id="slices that are no blocks"),
 ]
@@ -96,6 +96,7 @@ def test_a_device_has_little_more_than_its_part_of_the_state(optimizer, devices,
         assert 0.9 * seen <= getattr(peaks, part) <= 1.25 * seen, (part, seen, peaks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 3, 8])
 def test_the_peak_of_a_step_whose_rows_are_cut(devices):
     mesh, optimizer = make_mesh(devices, fsdp=devices), NamedOptimizer(OptimizerConfig())

@@ -1,5 +1,6 @@
 """Numbers of micro-batches, virtual shards and packed documents are those of plain jax on the whole batch."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -114,10 +115,15 @@ def measured(kind, packed, accum, sharded):
     return grads, before, fetch(metrics).scalars, validation
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "virtual shards"])
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("kind", ["none", "counts", "shares", "zero"])
-@pytest.mark.parametrize("accum", [1, pytest.param(2, marks=pytest.mark.long), 4])
+KINDS = ["none", "counts", "shares", "zero"]
+QUICK = [("none", True, 4, False), ("counts", False, 4, True), ("shares", True, 1, True), ("zero", True, 4, False)]
+EVERY = list(itertools.product(KINDS, [False, True], [1, 2, 4], [False, True]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed", "accum", "sharded"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in EVERY if case not in QUICK)],
+)
 def test_every_number_is_that_of_the_whole_batch(kind, packed, accum, sharded):
     grads, params, scalars, validation = measured(kind, packed, accum, sharded)
     expected, numbers = plain(kind, packed)
@@ -132,8 +138,10 @@ def test_every_number_is_that_of_the_whole_batch(kind, packed, accum, sharded):
         np.testing.assert_allclose(grads[name], grad, rtol=0, atol=SUM_BOUND * norm + rounding, err_msg=name)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "virtual shards"])
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize(
+    ("accum", "sharded"),
+    [(1, True), (2, False), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, False), (2, True)))],
+)
 def test_a_batch_in_which_nothing_is_predicted_changes_nothing(accum, sharded):
     grads, _, scalars, validation = measured("nothing", False, accum, sharded)
     assert all((grad == 0).all() for grad in grads.values())

@@ -33,10 +33,17 @@ TOGETHER = ("--fsdp", "True", "--dim", 128, "--num_blocks", 1)
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """A corpus, and the runs that nothing happened to, in local folders: of one process, and of two."""
+def desk(tmp_path_factory):
+    """A folder with a corpus."""
     folder = tmp_path_factory.mktemp("bucket")
     make_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def work(desk):
+    """With the runs that nothing happened to, in local folders: of one process, and of two."""
+    folder = desk
     (folder / "rank.py").write_text(RANK)
     train = ["train", "--config", "tiny.yaml", "--data_path", "data", *TWELVE]
     assert run(*train, "--run_dir", "whole", cwd=folder).returncode == 0
@@ -51,8 +58,8 @@ def link(server):
 
 
 @pytest.fixture
-def store(server, work, request):
-    with server.environment(XDG_CACHE_HOME=str(work / "cache")):
+def store(server, desk, request):
+    with server.environment(XDG_CACHE_HOME=str(desk / "cache")):
         yield ObjectStore.open(server.url(request.node.name))
 
 
@@ -246,11 +253,10 @@ def test_a_store_that_stays_away_ends_the_job_with_74(work, server, link, store,
     assert len(rows(next((tmp_path / "first").glob("s3/*/*")))) >= 5
 
 
-@pytest.mark.long
-def test_an_address_of_something_else(server, store, work, tmp_path, monkeypatch, capsys):
+def test_an_address_of_something_else(server, store, desk, tmp_path, monkeypatch, capsys):
     """A data set is not taken for a run, nor is a prefix of runs fetched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for path in (work / "data").iterdir():
+    for path in (desk / "data").iterdir():
         store.upload(path, path.name)
     assert main(["report", str(store.url)]) == 2
     assert main(["train", "--data_path", str(store.url), "--run_dir", str(store.url)]) == 2

@@ -53,7 +53,7 @@ def test_all_ranks_save_the_steps_that_were_asked_for(folder, job):
     launcher = job(2)
 
     def ask(_):
-        time.sleep(random.uniform(0, 5))
+        time.sleep(random.uniform(0, 2))
         return ask_for_checkpoint(folder, 60)
 
     with ThreadPoolExecutor(12) as people:

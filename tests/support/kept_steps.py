@@ -1,0 +1,85 @@
+"""Programs of the trainers of tests, traced and compiled once in a process: a step is the same for the same parts.
+
+Each trainer makes functions of its own, which jax has never seen. Here the functions of the trainers before are kept,
+and a trainer of equal parts (the same model, loss function, optimizer, shapes and devices) gets those.
+"""
+
+import ctypes
+import gc
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from roxxel_dist.train import programs
+from roxxel_dist.train.step import state
+
+PLACES = ((programs, ("make_step", "make_eval_step")), (state, ("_trace", "_init_programs")))
+"""The modules and the functions whose results are kept."""
+MOST = 50
+"""Results of a function that are kept."""
+LIMIT = 1 << 30
+"""Bytes of this process from which on nothing is kept from one module of tests to the next."""
+
+
+class Kept:
+    """A function whose results are kept: equal arguments give the same one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.known: list[tuple[Any, Any]] = []
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """The result for equal arguments, or a new one."""
+        given = (args, options)
+        for known, result in self.known:
+            if same(known, given):
+                return result
+        result = self.function(*args, **options)
+        self.known = [*self.known[1 - MOST :], (given, result)]
+        return result
+
+
+def same(known: Any, given: Any) -> bool:
+    """Whether arguments are equal. What cannot be compared, as arrays cannot, is another one."""
+    try:
+        return bool(known == given)
+    except (TypeError, ValueError):
+        return False
+
+
+KEPT = [(module, name, Kept(getattr(module, name))) for module, names in PLACES for name in names]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept() -> Iterator[None]:
+    """Programs that are kept, for the trainers of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, function in KEPT:
+            patch.setattr(module, name, function)
+        yield
+    give_back_memory()
+
+
+def give_back_memory() -> None:
+    """Forget all programs where this process has become large: jax keeps what it has traced and compiled."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    if pages * mmap.PAGESIZE < LIMIT:
+        return
+    for *_, function in KEPT:
+        function.known.clear()
+    jax.clear_caches()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No programs that are kept: for a test that counts what is traced or compiled."""
+    for module, name, function in KEPT:
+        monkeypatch.setattr(module, name, function.function)
