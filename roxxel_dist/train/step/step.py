@@ -273,11 +273,11 @@ def accumulate(
         # Sums of bfloat16 lose what is small: they are kept in float32.
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
         (total, after), losses = jax.lax.scan(add, (zeros, rest), jax.tree.map(pieces, batch))
-        add = local.sum if local else lambda number: number
-        counted = parts if losses.weight is None else divisor(add(losses.weight.sum()))
+        across = local.sum if local else lambda number: number
+        counted = parts if losses.weight is None else divisor(across(losses.weight.sum()))
         # A mean in bfloat16 has three digits.
         numbers = jax.tree.map(jnp.float32, {"loss": losses.loss, **losses.scalars})
-        numbers = {name: add(weighted(values, losses.weight).sum(0)) / counted for name, values in numbers.items()}
+        numbers = {name: across(weighted(values, losses.weight).sum(0)) / counted for name, values in numbers.items()}
         if losses.weight is not None:
             total = jax.tree.map(lambda t: t / counted, total)
         of_rows = losses.row_loss, losses.row_weight
