@@ -15,6 +15,8 @@ class Accelerator(NamedTuple):
     """`jax.Device.device_kind`, without "NVIDIA ", as a regular expression that matches all of it."""
     tera_flops: float
     """The most TFLOP/s of dense matrix products, sums in float32."""
+    memory_gigabytes: int
+    """Its own memory, the least of those with this kind, in 10^9 bytes or what the sheet calls GB."""
     dtypes: tuple[str, ...]
     """Of these matrices."""
     source: str
@@ -48,31 +50,31 @@ GEFORCE_40 = "NVIDIA Ada GPU architecture, white paper"
 # Google gives the interconnect of a chip in both directions together: half of it (v4: in one). A jax device is a core
 # in v2, v3 and TPU7x (half a chip), else a chip.
 ACCELERATORS = (
-    Accelerator(r"(Tesla )?V100-SXM.*", 125.0, ("float16",), _sheet("V100"), 900.0, 150.0, 0.0, "7.0"),
-    Accelerator(r"(Tesla )?V100-PCIE.*", 112.0, ("float16",), _sheet("V100"), 900.0, 0.0, 0.0, "7.0"),
-    Accelerator(r"(Tesla )?V100S-PCIE.*", 130.0, ("float16",), _sheet("V100"), 1134.0, 0.0, 0.0, "7.0"),
-    Accelerator(r"(Tesla )?T4", 65.0, ("float16",), _sheet("T4"), 320.0, 0.0, 0.0, "7.5"),
-    Accelerator(r"A100-SXM4-40GB", 312.0, HALF, _sheet("A100"), 1555.0, 300.0, 25.0, "8.0"),
-    Accelerator(r"A100-PCIE-40GB", 312.0, HALF, _sheet("A100"), 1555.0, 300.0, 0.0, "8.0"),
-    Accelerator(r"A100-SXM4-\d+GB", 312.0, HALF, _sheet("A100"), 2039.0, 300.0, 25.0, "8.0"),
-    Accelerator(r"A100 80GB PCIe", 312.0, HALF, _sheet("A100"), 1935.0, 300.0, 0.0, "8.0"),
-    Accelerator(r"H100 \d+GB HBM3", 989.4, HALF, HOPPER, 3350.0, 450.0, 50.0, "9.0"),  # SXM
-    Accelerator(r"H100 PCIe", 756.0, HALF, _sheet("H100"), 2000.0, 300.0, 0.0, "9.0"),
-    Accelerator(r"H100 NVL", 835.5, HALF, _sheet("H100"), 3900.0, 300.0, 0.0, "9.0"),
-    Accelerator(r"H200", 989.4, HALF, HOPPER, 4800.0, 450.0, 50.0, "9.0"),
-    Accelerator(r"H200 NVL", 835.5, HALF, _sheet("H200"), 4800.0, 450.0, 0.0, "9.0"),
-    Accelerator(r"B200", 2250.0, HALF, _sheet("DGX B200"), 8000.0, 900.0, 50.0, "10.0"),
-    Accelerator(r"L4", 121.0, HALF, _sheet("L4"), 300.0, 0.0, 0.0, "8.9"),
-    Accelerator(r"L40S", 362.05, HALF, _sheet("L40S"), 864.0, 0.0, 0.0, "8.9"),
-    Accelerator(r"GeForce RTX 3090", 71.0, HALF, GEFORCE_30, 936.0, 0.0, 0.0, "8.6"),
-    Accelerator(r"GeForce RTX 4090", 165.2, HALF, GEFORCE_40, 1008.0, 0.0, 0.0, "8.9"),
-    Accelerator(r"TPU v2", 22.5, ("bfloat16",), _page("v2"), 350.0),
-    Accelerator(r"TPU v3", 61.5, ("bfloat16",), _page("v3"), 450.0),
-    Accelerator(r"TPU v4", 275.0, ("bfloat16",), _page("v4"), 1200.0, 300.0),
-    Accelerator(r"TPU v5 lite|TPU v5e", 197.0, ("bfloat16",), _page("v5e"), 819.0, 200.0),
-    Accelerator(r"TPU v5p?", 459.0, ("bfloat16",), _page("v5p"), 2765.0, 600.0),
-    Accelerator(r"TPU v6 lite|TPU v6e", 918.0, ("bfloat16",), _page("v6e"), 1638.0, 400.0),
-    Accelerator(r"TPU7x", 1153.5, ("bfloat16",), "Google Cloud documentation, TPU7x", 3690.0, 300.0),
+    Accelerator(r"(Tesla )?V100-SXM.*", 125.0, 16, ("float16",), _sheet("V100"), 900.0, 150.0, 0.0, "7.0"),
+    Accelerator(r"(Tesla )?V100-PCIE.*", 112.0, 16, ("float16",), _sheet("V100"), 900.0, 0.0, 0.0, "7.0"),
+    Accelerator(r"(Tesla )?V100S-PCIE.*", 130.0, 32, ("float16",), _sheet("V100"), 1134.0, 0.0, 0.0, "7.0"),
+    Accelerator(r"(Tesla )?T4", 65.0, 16, ("float16",), _sheet("T4"), 320.0, 0.0, 0.0, "7.5"),
+    Accelerator(r"A100-SXM4-40GB", 312.0, 40, HALF, _sheet("A100"), 1555.0, 300.0, 25.0, "8.0"),
+    Accelerator(r"A100-PCIE-40GB", 312.0, 40, HALF, _sheet("A100"), 1555.0, 300.0, 0.0, "8.0"),
+    Accelerator(r"A100-SXM4-\d+GB", 312.0, 80, HALF, _sheet("A100"), 2039.0, 300.0, 25.0, "8.0"),
+    Accelerator(r"A100 80GB PCIe", 312.0, 80, HALF, _sheet("A100"), 1935.0, 300.0, 0.0, "8.0"),
+    Accelerator(r"H100 \d+GB HBM3", 989.4, 80, HALF, HOPPER, 3350.0, 450.0, 50.0, "9.0"),  # SXM
+    Accelerator(r"H100 PCIe", 756.0, 80, HALF, _sheet("H100"), 2000.0, 300.0, 0.0, "9.0"),
+    Accelerator(r"H100 NVL", 835.5, 94, HALF, _sheet("H100"), 3900.0, 300.0, 0.0, "9.0"),
+    Accelerator(r"H200", 989.4, 141, HALF, HOPPER, 4800.0, 450.0, 50.0, "9.0"),
+    Accelerator(r"H200 NVL", 835.5, 141, HALF, _sheet("H200"), 4800.0, 450.0, 0.0, "9.0"),
+    Accelerator(r"B200", 2250.0, 180, HALF, _sheet("DGX B200"), 8000.0, 900.0, 50.0, "10.0"),
+    Accelerator(r"L4", 121.0, 24, HALF, _sheet("L4"), 300.0, 0.0, 0.0, "8.9"),
+    Accelerator(r"L40S", 362.05, 48, HALF, _sheet("L40S"), 864.0, 0.0, 0.0, "8.9"),
+    Accelerator(r"GeForce RTX 3090", 71.0, 24, HALF, GEFORCE_30, 936.0, 0.0, 0.0, "8.6"),
+    Accelerator(r"GeForce RTX 4090", 165.2, 24, HALF, GEFORCE_40, 1008.0, 0.0, 0.0, "8.9"),
+    Accelerator(r"TPU v2", 22.5, 8, ("bfloat16",), _page("v2"), 350.0),
+    Accelerator(r"TPU v3", 61.5, 16, ("bfloat16",), _page("v3"), 450.0),
+    Accelerator(r"TPU v4", 275.0, 32, ("bfloat16",), _page("v4"), 1200.0, 300.0),
+    Accelerator(r"TPU v5 lite|TPU v5e", 197.0, 16, ("bfloat16",), _page("v5e"), 819.0, 200.0),
+    Accelerator(r"TPU v5p?", 459.0, 95, ("bfloat16",), _page("v5p"), 2765.0, 600.0),
+    Accelerator(r"TPU v6 lite|TPU v6e", 918.0, 32, ("bfloat16",), _page("v6e"), 1638.0, 400.0),
+    Accelerator(r"TPU7x", 1153.5, 96, ("bfloat16",), "Google Cloud documentation, TPU7x", 3690.0, 300.0),
 )
 
 

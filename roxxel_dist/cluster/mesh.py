@@ -86,10 +86,12 @@ def one_device(mesh: Mesh, device: Any = None) -> Mesh:
 def row_axes(mesh: Any) -> tuple[str, ...]:
     """The axes, one at least, that the rows of a batch are cut over: "data" and "fsdp", those of size 1 left out.
 
-    Of a mesh with other axes it is the first one.
+    Of a mesh with other axes it is the first one. Within a `jax.shard_map` over them a program sees the rows of its
+    device alone, and there is none left.
     """
     axes: tuple[str, ...] = tuple(axis for axis in (DATA, FSDP) if axis in mesh.axis_names) or mesh.axis_names[:1]
-    return tuple(axis for axis in axes if mesh.shape[axis] > 1) or axes[:1]
+    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1) or axes[:1]
+    return tuple(axis for axis in axes if axis not in mesh.manual_axes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -98,9 +98,11 @@ def axes_spec(shape: tuple[int, ...], mesh: Any, axes: Axes, *, fsdp: bool) -> P
 
 
 def has_all_axes(mesh: Any) -> bool:
-    """Whether a mesh is one of `make_mesh` or `phase_mesh`, and XLA cuts arrays along all of its axes."""
+    """Whether a mesh is one of `make_mesh` or `phase_mesh`, and XLA cuts arrays along all of its axes, or all but those
+    of the rows, which a `jax.shard_map` has cut."""
     axes = tuple(axis for axis in mesh.axis_names if axis != TOKENS)
-    return axes == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    left = [kind for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if axis not in mesh.manual_axes]
+    return axes == (DATA, FSDP, TENSOR) and TENSOR not in mesh.manual_axes and set(left) == {AxisType.Auto}
 
 
 def constrain_batch(x: jax.Array) -> jax.Array:

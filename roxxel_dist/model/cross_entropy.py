@@ -312,7 +312,8 @@ def _on_devices(
         cut: the dimension that fsdp cuts an array along, and the sum for it as well.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not has_all_axes(mesh) or mesh.size == mesh.shape[TENSOR] or tokens[0].shape[0] % row_shards(mesh):
+    alone = not has_all_axes(mesh) or mesh.size == mesh.shape[TENSOR] or not row_axes(mesh)
+    if alone or tokens[0].shape[0] % row_shards(mesh):
         return function(arrays, *tokens)
     shards, length = token_shards(mesh), tokens[0].shape[1]
     tokens = tuple(_padded(array, -(-length // shards) * shards) for array in tokens)

@@ -179,6 +179,22 @@ def test_experts_cost_what_the_chosen_ones_need(target, work):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", COMPILERS)
+@pytest.mark.parametrize("fields", [{"fsdp": True}, {}], ids=str)
+def test_micro_batches_send_little_more_than_a_whole_batch(fields, target, work):
+    """The sums of micro-batches are sent in float32, and the gradient of a whole batch partly in bfloat16."""
+    phases = [{"steps": 4, "batch_size": 64, "seq_len": 257}]
+    once, four = (
+        planned(work, target, COMPILERS[target], CONFIG | fields | {"phases": phases, "grad_accum": count})[0]["target"]
+        for count in (1, 4)
+    )
+    ratio = sum(four["collectives"].values()) / sum(once["collectives"].values())
+    print(f"{target} {fields}: {ratio:.2f} times what a whole batch sends")
+    assert ratio <= 1.3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", ONCE)
 def test_a_kind_of_device_is_compiled_for(target, work):
     fsdp = {"fsdp": True} if target != "v5e:1x1" else {}

@@ -15,6 +15,7 @@ from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.target_steps import peak_bytes
 from roxxel_dist.train.exact.layout import rows_sharding
 from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, exact_slices, make_sharded_steps
+from roxxel_dist.train.step.local_sums import accumulation
 from roxxel_dist.train.step.optimizer import InitialState, check_update
 from roxxel_dist.train.step.state import TrainState, abstract_state
 from roxxel_dist.train.step.step import loop_numbers, make_eval_step, make_step
@@ -134,6 +135,15 @@ class Steps:
     def validation_args(self, batch: Any) -> tuple[Any, ...]:
         """Of the validation step, for a batch of any mesh."""
         return self.state.evaluated, self.state.rest, self.hparams, self._placed(batch)
+
+    def accumulation(self, batch: Any) -> str:
+        """What is sent with micro-batches of such a batch, and why; empty where nothing is."""
+        of = self.components
+        if of.options.virtual_shards:
+            return ""
+        shape = jax.tree.leaves(batch)[0].shape
+        args = self.split, of.loss, self.state, self.hparams, batch_sharding(self.mesh), shape, of.grad_accum
+        return accumulation(*args, self.compute_dtype).text
 
     def on_one_device(self) -> "Steps":
         """The same steps on the first of the devices, where nothing is cut; the model is not built again."""

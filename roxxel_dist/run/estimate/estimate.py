@@ -348,6 +348,7 @@ def _estimate(
         )
     notes += filter(None, [scaling_note(schedule_of(optimizer, plan.total_steps), plan.shapes)])
     notes += filter(None, [max_steps_note(plan, options)])
+    notes += dict.fromkeys(filter(None, map(steps.accumulation, batches)))
     with usage_errors():
         speed, tokens_per_s, flops_per_s = _speed(request, mesh, bf16=options.bf16_compute or options.use_bf16)
 

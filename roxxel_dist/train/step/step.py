@@ -22,10 +22,11 @@ from roxxel_dist.cluster.step_parts import OPTIMIZER
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.loss import END_NATS, minimized_losses, next_token_loss, token_losses
-from roxxel_dist.model.split import Leaves, ModuleSplit
+from roxxel_dist.model.split import Leaves, ModuleSplit, cast
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_average, update_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
+from roxxel_dist.train.step.local_sums import LocalSums, accumulation
 from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.utils.voice import argument
@@ -171,12 +172,19 @@ def make_step(
 
     def step(state: TrainState, hparams: Hparams, batch: Any) -> tuple[TrainState, Metrics]:
         state, hparams = on_phase_mesh((state, hparams))
-        count = micro_batches(grad_accum, jax.tree.leaves(batch)[0].shape[0])
+        shape = jax.tree.leaves(batch)[0].shape
+        count = micro_batches(grad_accum, shape[0])
         if count == 1:
             grads, (rest, loss) = gradient(state.params, state.rest, hparams, batch)
             grads, loss = without_nothing(grads, loss)
         else:
-            grads, rest, loss = accumulate(gradient, state, hparams, batch, count, sharding)
+            how = accumulation(split, loss_fn, like, hparams, sharding, shape, grad_accum, compute_dtype)
+            params = state.params
+            if how.whole:
+                narrow = cast(params, compute_dtype, split.params.uncast)
+                params = jax.lax.with_sharding_constraint(narrow, dict(how.whole))
+            grads, rest, loss = accumulate(gradient, params, state.rest, hparams, batch, count, sharding, how.local)
+            grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
         hparams = optimizer.for_batch(hparams, batch)
         return apply_gradient(optimizer, state, hparams, grads, rest, loss, skip_bad=skip_bad)
 
@@ -224,45 +232,61 @@ def apply_gradient(
 
 
 def accumulate(
-    gradient: Callable[..., Any], state: TrainState, hparams: Hparams, batch: Any, count: int, sharding: NamedSharding
+    gradient: Callable[..., Any],
+    params: Leaves,
+    rest: Leaves,
+    hparams: Hparams,
+    batch: Any,
+    count: int,
+    sharding: NamedSharding,
+    local: LocalSums | None = None,
 ) -> tuple[Leaves, Leaves, Loss]:
-    """Mean gradients and metrics over `count` micro-batches, one after another in a scan.
+    """Mean gradients, in float32 at least, and metrics over `count` micro-batches, one after another in a scan.
 
     With the weights w_i of the micro-batches (all 1 where the loss function returns none), the gradient, the loss and
     every scalar x are sum(w_i x_i) / sum(w_i): so a mean over tokens, of which each micro-batch counts others, is that
-    of the whole batch.
+    of the whole batch. With `local` sums each device has micro-batches of its own; there is no rest then.
 
     Micro-batch i takes every count-th row from i: each device then finds its part among the rows that it holds already.
     """
+    parts = count * (local.devices if local else 1)
 
     def pieces(array: jax.Array) -> jax.Array:
         rows, length = array.shape
         micro = array.reshape(rows // count, count, length).swapaxes(0, 1)
+        if local:
+            return micro
         fitted = fit_sharding(sharding, (rows // count, length))
         return jax.lax.with_sharding_constraint(micro, NamedSharding(fitted.mesh, P(None, *fitted.spec)))
 
-    def add(carry: Any, piece: Any) -> tuple[Any, Any]:
-        total, rest = carry
-        grads, (rest, loss) = gradient(state.params, rest, hparams, piece)
-        if loss.weight is None:
-            return (jax.tree.map(lambda t, g: t + g / count, total, grads), rest), loss
-        return (jax.tree.map(lambda t, g: t + weighted(g, loss.weight), total, grads), rest), loss
+    def means(params: Leaves, hparams: Hparams, batch: Any) -> tuple[Leaves, tuple[dict[str, jax.Array], Leaves], Any]:
+        """(the gradient, (the loss and every scalar, the rest), the losses and weights of rows)."""
 
-    # Sums of bfloat16 lose what is small: they are kept in float32.
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
-    (total, rest), losses = jax.lax.scan(add, (zeros, state.rest), jax.tree.map(pieces, batch))
-    # A mean in bfloat16 has three digits.
-    numbers = jax.tree.map(jnp.float32, {"loss": losses.loss, **losses.scalars})
-    if losses.weight is None:
-        means = {name: values.mean(0) for name, values in numbers.items()}
-    else:
-        counted = divisor(losses.weight.sum())
-        means = {name: weighted(values, losses.weight).sum(0) / counted for name, values in numbers.items()}
-        total = jax.tree.map(lambda t: t / counted, total)
-    grads = jax.tree.map(lambda t, p: t.astype(p.dtype), total, state.params)
-    of_rows = losses.row_loss, losses.row_weight
-    row_loss, row_weight = jax.tree.map(lambda values: values.swapaxes(0, 1).reshape(-1), of_rows)
-    return grads, rest, Loss(means.pop("loss"), means, row_loss, row_weight=row_weight)
+        def add(carry: Any, piece: Any) -> tuple[Any, Any]:
+            total, rest = carry
+            grads, (rest, loss) = gradient(params, rest, hparams, piece)
+            grads = jax.tree.map(lambda t, g: g.astype(t.dtype), total, grads)
+            if loss.weight is None:
+                return (jax.tree.map(lambda t, g: t + g / parts, total, grads), rest), loss
+            return (jax.tree.map(lambda t, g: t + weighted(g, loss.weight), total, grads), rest), loss
+
+        # Sums of bfloat16 lose what is small: they are kept in float32.
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+        (total, after), losses = jax.lax.scan(add, (zeros, rest), jax.tree.map(pieces, batch))
+        across = local.sum if local else lambda number: number
+        counted = parts if losses.weight is None else divisor(across(losses.weight.sum()))
+        # A mean in bfloat16 has three digits.
+        numbers = jax.tree.map(jnp.float32, {"loss": losses.loss, **losses.scalars})
+        numbers = {name: across(weighted(values, losses.weight).sum(0)) / counted for name, values in numbers.items()}
+        if losses.weight is not None:
+            total = jax.tree.map(lambda t: t / counted, total)
+        of_rows = losses.row_loss, losses.row_weight
+        of_rows = jax.tree.map(lambda values: values.swapaxes(0, 1).reshape(-1), of_rows)
+        return local.gradient(total) if local else total, (numbers, after), of_rows
+
+    found = local.run(means, params, hparams, batch) if local else means(params, hparams, batch)
+    grads, (numbers, rest), (row_loss, row_weight) = found
+    return grads, rest, Loss(numbers.pop("loss"), numbers, row_loss, row_weight=row_weight)
 
 
 def without_nothing(grads: Leaves, loss: Loss) -> tuple[Leaves, Loss]:
