@@ -24,7 +24,7 @@ import numpy as np
 from measure import Lines, Result, flags
 
 ENVIRONMENTS = Path(__file__).parent.parent / ".cache"
-COMPILERS = {"v5e": "tpu", "h100": "cuda"}
+COMPILERS = {"v5e": "tpu", "v6e": "tpu", "h100": "cuda", "h200": "cuda"}
 TARGETS = {"v5e:1x1": 1, "v5e:2x2": 4, "v5e:4x4": 16, "v5e:8x8": 64, "v5e:16x16": 256, "h100:1x8": 8, "h100:8x8": 64}
 QUICK = ("v5e:2x2", "h100:1x8")
 MODELS: dict[str, dict[str, Any]] = {
