@@ -61,8 +61,11 @@ def test_ten_thousand_saves_are_flat(store):
     for step in range(1000):
         save(store, state, step)
     before = resident_mb()
+    print(f"after 1,000 saves: {before:.1f} MB")
     for step in range(1000, 11_000):
         save(store, state, step)
+        if step % 1000 == 999:
+            print(f"after {step + 1:,} saves: {resident_mb():.1f} MB")
     assert resident_mb() - before < 5
 
 
