@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from roxxel_dist.cluster.targets import Target, parse_target
+from roxxel_dist.cluster.targets import parse_target
 
 FIELDS: dict[str, Any] = {
     "dim": 768, "num_blocks": 12, "n_heads": 12, "vocab_size": 50_304, "max_context": 1024, "bf16_compute": True,
@@ -27,24 +27,30 @@ FIELDS: dict[str, Any] = {
 
 
 def measured(
-    target: Target, rows: int, length: int, fields: Mapping[str, Any], *, plain: bool = False, hlo: str = ""
+    devices: Any,
+    rows: int,
+    length: int,
+    fields: Mapping[str, Any],
+    *,
+    plain: bool = False,
+    hlo: str = "",
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Of a step of `rows` x `length` tokens: flops, bytes, sent, launches, roofline_ms, peak_bytes, parts.
 
-    In a process with the target's environment.
+    Of the devices of a target in a process with its environment and with the compiler's options of it.
     """
     import jax
 
     from roxxel_dist.cluster.program_cost import program_cost
     from roxxel_dist.cluster.targets import hosts_of
     from roxxel_dist.run.estimate.step_costs import costs_of, roofline_seconds
-    from roxxel_dist.run.estimate.target_steps import TargetCompiler, peak_bytes
+    from roxxel_dist.run.estimate.target_steps import peak_bytes
 
-    compiler = TargetCompiler(target, lambda what, is_done: None)
     fields = FIELDS | dict(fields)
-    mesh, step, args = (_plain if plain else _ours)(compiler.devices, rows, length, fields)
+    mesh, step, args = (_plain if plain else _ours)(devices, rows, length, fields)
     with jax.set_mesh(mesh):
-        program = step.lower(*args).compile(compiler_options=target.compiler_options)
+        program = step.lower(*args).compile(compiler_options=None if options is None else dict(options))
     text = program.as_text()
     if hlo:
         Path(hlo).write_text(text)
@@ -107,7 +113,10 @@ def main() -> int:
     rows, length = given.pop("rows", 32), given.pop("length", 1025)
     target = parse_target(asked.target)
     os.environ |= target.environment()
-    found = measured(target, rows, length, given, plain=asked.plain, hlo=asked.hlo)
+    from roxxel_dist.run.estimate.target_steps import TargetCompiler
+
+    devices, options = TargetCompiler(target, lambda what, is_done: None).devices, target.compiler_options
+    found = measured(devices, rows, length, given, plain=asked.plain, hlo=asked.hlo, options=options)
     for part in found.pop("parts"):
         print(
             f"{part['part']:24} {part['milliseconds']:8.3f} ms ({part['limit']}) {part['flops'] / 1e12:8.3f} TFLOP "

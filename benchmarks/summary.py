@@ -20,6 +20,7 @@ from measure import Result
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results", HERE / "README.md"
 BEGIN, END = "<!-- the table of benchmarks/summary.py begins -->\n", "<!-- the table ends -->\n"
+STEPS_BEGIN, STEPS_END = "<!-- the table of steps begins -->\n", "<!-- the table of steps ends -->\n"
 MOST = 20
 """Numbers on the page."""
 THREAD = "CPU time of the calling thread, which has no worker threads or processes; nor has the peer"
@@ -237,6 +238,23 @@ def table(folder: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n"
 
 
+PROGRAMS = {"": "roxxel-dist", "plain": "flax and optax", "MaxText": "MaxText"}
+"""By what a note of `compiled.py` calls them."""
+
+
+def steps(folder: Path = RESULTS) -> str:
+    """The table of the steps of `compiled.py` as Markdown: ours, and those beside it."""
+    lines = ["| Step | By | GB | TFLOP | MB sent | Kernels | ms | GB of memory |", "|---|---|---|---|---|---|---|---|"]
+    last = ""
+    for result in read(folder)[0].get("compiled", ()):
+        step, _, measured = result.what.rpartition(": ")
+        for text in result.note.split("; ") if measured == "bytes" else ():
+            by, numbers = re.split(r"\d", text, maxsplit=1)[0].strip(), re.findall(r"[\d.,]*\d", text)
+            lines.append(f"| {'' if step == last else step} | {PROGRAMS[by]} | {' | '.join(numbers)} |")
+            last = step
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put it on the page")
@@ -244,8 +262,10 @@ def main() -> int:
     print(text, end="")
     if parser.parse_args().write:
         page = PAGE.read_text(encoding="utf-8")
-        before, after = page.index(BEGIN) + len(BEGIN), page.index(END)
-        PAGE.write_text(page[:before] + text + page[after:], encoding="utf-8")
+        for part, begin, end in ((text, BEGIN, END), (steps(), STEPS_BEGIN, STEPS_END)):
+            before, after = page.index(begin) + len(begin), page.index(end)
+            page = page[:before] + part + page[after:]
+        PAGE.write_text(page, encoding="utf-8")
     return 0
 
 

@@ -21,7 +21,7 @@ COLLECTIVES = (
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call",
     "partition-id", "replica-id", "opt-barrier", "iota", "call-start", "call-done", "async-done", "async-update",
-    "copy-start", "domain",
+    "copy-done", "slice-done", "domain",
     *(f"{kind}{end}" for kind in COLLECTIVES for end in ("", "-start", "-done")),
 }  # fmt: skip
 """Instructions that move no memory of their own; the bytes of collectives are counted apart."""
@@ -395,6 +395,12 @@ class _Analysis:
             results = results[:-1] if results[-1].dtype in ("s8", "u8") else results
         if each.opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * sum(array.memory_bytes for array in results)
+        if each.opcode in ("copy-start", "slice-start"):
+            # A TPU fetches into its own memory ahead of a kernel, and writes back behind it. The types have the source
+            # too: (result, source, state) of a copy, ((source), result, state) of a slice.
+            result = results[each.opcode == "slice-start"]
+            is_read = any(not array.on_chip for operand in operands for array in operand)
+            return result.memory_bytes + is_read * result.bytes
         if each.opcode in ("dynamic-update-slice", "scatter"):
             return 2 * sum(array.memory_bytes for array in operands[-1 if each.opcode == "scatter" else 1])
         written = sum(array.memory_bytes for array in results)

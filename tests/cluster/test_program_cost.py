@@ -393,3 +393,24 @@ def test_the_scratch_memory_of_a_library_is_no_traffic(result, target, written):
     call = f'ROOT %c = {result} custom-call(%a), custom_call_target="{target}"'
     found = program_cost(entry("%a = bf16[8,16]{1,0} parameter(0)", call), [0])
     assert found.bytes_accessed == 8 * 16 * 2 + written
+
+
+@pytest.mark.parametrize(
+    ("source", "result", "moved"),
+    [("", "S(1)", 1), ("S(1)", "", 1), ("", "", 2), ("S(1)", "S(1)", 0)],
+    ids=["fetched", "written back", "within memory", "on the chip"],
+)
+@pytest.mark.parametrize(("opcode", "rows"), [("copy", 8), ("slice", 2)])
+def test_an_asynchronous_copy_moves_what_it_copies(opcode, rows, source, result, moved):
+    """Once, and not the whole of what a slice is of."""
+    whole, part = f"f32[8,16]{{1,0:T(8,128){source}}}", f"f32[{rows},16]{{1,0:T(8,128){result}}}"
+    types = f"({part}, {whole}, u32[]{{:S(2)}})" if opcode == "copy" else f"(({whole}), {part}, s32[]{{:S(2)}})"
+    place = 'metadata={op_name="jit(step)/optimizer/add"}'
+    lines = (
+        f"%a = {whole} parameter(0), {place}",
+        f"%s = {types} {opcode}-start(%a), slice={{[0:{rows}], [0:16]}}",
+        f"ROOT %d = {part} {opcode}-done(%s)",
+    )
+    found = program_cost(entry(*lines), [0])
+    assert found.bytes_accessed == moved * rows * 16 * 4
+    assert [(kernel.name, kernel.bytes_accessed) for kernel in found.kernels] == [("s", found.bytes_accessed)]

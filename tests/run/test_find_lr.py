@@ -5,6 +5,7 @@ import os
 import signal
 import sysconfig
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.build import build
 from roxxel_dist.run.components import temporary_folder
+from roxxel_dist.train.step import compile
 
 SMALL = {
     "dim": 16, "num_blocks": 1, "max_context": 16, "batch_size": 8, "dropout_rate": 0.0, "tokenizer_type": "char",
@@ -57,6 +59,24 @@ def test_a_fine_tune_is_swept_from_its_weights(text, tmp_path):
     assert tuned[0] < fresh[0] - 0.1
     with pytest.raises(UserError, match=r"init_from is .* is of another model"):
         Experiment(Config(**{**SMALL, "dim": 32}, init_from=str(run))).find_lr(text, num_steps=20)
+
+
+def test_rates_and_trials_have_one_program(text, tmp_path, monkeypatch):
+    """Rates, decay and seeds are arguments of a step: XLA compiles it once, and jax's cache has it for the others."""
+    steps = []
+
+    def note(lowered, options):
+        if "module @jit_step " in (program := lowered.as_text()):
+            steps.append((program, options))
+        return nullcontext()
+
+    monkeypatch.setattr(compile, "compile_lock", note)
+    Experiment(Config(**SMALL)).find_lr(text, num_steps=40)
+    assert len(steps) == 1
+    trial = {"lr": 1e-2, "weight_decay": 0.3, "warmup_steps": 2, "seed": 5}
+    Experiment(Config(**SMALL, **trial, max_steps=3)).fit(text, tmp_path / "run")
+    of_rates, of_trial = steps
+    assert of_rates == of_trial
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -31,6 +31,32 @@ def test_the_page_has_the_table_of_the_results() -> None:
     assert between == summary.table(), "run `make bench-table`"
 
 
+def test_the_page_has_the_table_of_the_steps() -> None:
+    page = summary.PAGE.read_text(encoding="utf-8")
+    between = page[page.index(summary.STEPS_BEGIN) + len(summary.STEPS_BEGIN) : page.index(summary.STEPS_END)]
+    assert between == summary.steps(), "run `make bench-table`"
+
+
+def test_a_step_has_a_row_for_each_that_compiled_it(tmp_path: Path) -> None:
+    figures = "117.6 GB, 13.30 TFLOP, 944 MB sent, 1602 kernels, 29.9 ms, 3.9 GB of memory"
+    numbers = "117.6 | 13.30 | 944 | 1602 | 29.9 | 3.9"
+    one, other = (
+        Result(what="v5e:2x2, 124M, 4 x 1,024: bytes", against=against, measured=0.9, note=note)
+        for against, note in (
+            ("x flax and optax alone", f"{figures}; plain {figures}"),
+            ("x MaxText", f"MaxText {figures}"),
+        )
+    )
+    flops = Result(what="v5e:2x2, 124M, 4 x 1,024: FLOPs", against="x flax and optax alone", measured=1.0)
+    failed = Result(what="h100:1x8: 124M", against="", measured=None, failed="TimeoutError: not compiled")
+    written(tmp_path, "compiled", one, flops, other, failed)
+    assert summary.steps(tmp_path).splitlines()[2:] == [
+        f"| v5e:2x2, 124M, 4 x 1,024 | roxxel-dist | {numbers} |",
+        f"|  | flax and optax | {numbers} |",
+        f"|  | MaxText | {numbers} |",
+    ]
+
+
 def test_the_table_has_at_most_twenty_numbers_each_with_a_result_a_peer_or_limit_and_conditions() -> None:
     results, _ = summary.read()
     assert len(summary.ROWS) <= summary.MOST
