@@ -102,7 +102,9 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("DNA", "spaces", "CJK") else pytest.mark.long) for name in LONG]
+)
 def test_a_document_without_spaces_has_bounded_words(name):
     text = f"A first line.\n{LONG[name]}\nand a last one"
     parts = list(bounded(text))

@@ -110,10 +110,10 @@ def test_a_dead_owner_of_this_host_is_not_waited_for(holder, url):
     assert not [line for line in said if "waiting" in line]
 
 
-def test_an_owner_of_another_host_is_waited_for_until_it_is_stale(holder, url):
+def test_an_owner_of_another_host_is_waited_for_until_it_is_stale(url, monkeypatch):
+    monkeypatch.setattr(lease_module, "STALE_S", 1.5)
     store = ObjectStore.open(url)
-    holder.end.set()
-    holder.join()
+    take(url).release()
     record = json.loads(store.read("it.lease"))
     store.write("it.lease", json.dumps({**record, "released": False, "host": "elsewhere", "job": "j"}).encode())
     take(url, job="j").release()

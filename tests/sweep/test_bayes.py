@@ -104,7 +104,9 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=() if size in ("both", "huge") else pytest.mark.long) for size in SIZES]
+)
 def test_numbers_of_any_size_do_not_blind_it(size: str) -> None:
     search, found = engine(SQUARE, seed=3), list[float]()
     for number in range(26):
@@ -114,7 +116,7 @@ def test_numbers_of_any_size_do_not_blind_it(size: str) -> None:
     assert min(found) < LEAST + 0.02
 
 
-@pytest.mark.parametrize("outlier", [1e6, 1e30, 1e300, 1.7e308, -1e6, -1e30, -1e300, -1.7e308])
+@pytest.mark.parametrize("outlier", [1e6, 1.7e308, -1e30])
 def test_one_value_does_not_hide_the_differences_between_others(outlier: float) -> None:
     values = np.random.default_rng(4).random(20)
     found = standardize(np.r_[values, outlier])[:-1]
@@ -132,7 +134,7 @@ def test_most_values_may_be_the_best() -> None:
     assert values[6] > values[5]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_trials_that_run_at_once_are_apart(seed: int) -> None:
     search, running = engine(SQUARE, seed=seed), list[tuple[int, dict[str, float]]]()
     nearest = []

@@ -8,9 +8,6 @@ from sweep_runs import ONE, Study
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.executors.ray_executor import _options, check_room
 
-ON_BOTH = pytest.mark.parametrize("study", ["processes", "ray"], indirect=True)
-"""Where Ray says itself what has become of a trial."""
-
 
 def test_trials_are_run_reported_and_kept(study):
     ending = study.run(trial_bodies.square, count=4, workers=2)
@@ -47,9 +44,9 @@ def test_a_trial_has_the_threads_of_its_driver_and_not_those_of_a_worker_of_ray(
     assert study.history.trials[0].value == value
 
 
-@ON_BOTH
-@pytest.mark.xdist_group("ray of sweeps")
+@pytest.mark.parametrize("study", ["processes", "ray"], indirect=True)
 def test_a_lost_worker_is_retried_and_counted_once(study):
+    """On a real Ray too, which says itself what has become of a trial."""
     assert study.run(trial_bodies.killed, count=3, workers=3).code == 0
     assert study.ends() == [0, 1, 2]
     assert [trial.value for trial in study.history.trials.values()] == [0.0, 1.0, 1.0]
@@ -96,8 +93,6 @@ def test_failures_in_a_row_end_the_sweep_with_the_reason(study):
     assert study.ends() == [0, 1, 2, 3]
 
 
-@ON_BOTH
-@pytest.mark.xdist_group("ray of sweeps")
 def test_poor_trials_are_stopped_early(study, tmp_path):
     sweep = {**ONE, "early_terminate": {"type": "hyperband", "min_iter": 2, "eta": 3}}
     assert study.run(trial_bodies.curve, sweep, count=3, workers=3).code == 0

@@ -142,8 +142,8 @@ def test_the_same_trials_give_the_same_law_and_draws_differ_by_seed():
 
 @pytest.mark.parametrize(
     "change",
-    [np.zeros_like, lambda losses: losses - 1e6, lambda losses: 1e9 * losses],
-    ids=["all equal", "below 0", "huge"],
+    [np.zeros_like, lambda losses: 1e9 * losses - 1e15],
+    ids=["all equal", "huge and below 0"],
 )
 def test_losses_of_any_kind(change):
     shares, losses = trials(12)

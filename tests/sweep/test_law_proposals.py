@@ -61,7 +61,7 @@ def searched(trials: int, seed: int, **changes: Any) -> tuple[Table, RecordedSea
     return table, search
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_law_finds_the_optimum_of_log_linear_sources(seed: int) -> None:
     """In 14 trials, of which 8 are spread out: 98 % of the possible gain over uniform shares."""
     table, _ = searched(14, seed)
@@ -99,16 +99,16 @@ def test_the_better_of_law_and_process_proposes() -> None:
     assert proposes(lambda shares, rate: losses(shares), metric={**METRIC, "goal": "maximize"}) == []
 
 
-@pytest.mark.parametrize("diverged", [1e3, 1e30, 1e300])
-def test_a_trial_that_diverged_hides_no_law(diverged: float) -> None:
-    numbers = itertools.count()
-    found = proposes(lambda shares, rate: losses(shares) if next(numbers) != 3 else np.full(3, diverged))
-    right = proposes(lambda shares, rate: losses(shares))
-    assert len(found) == 2
-    assert np.abs(np.array(found) - np.array(right)).max() < 0.25
+def test_a_trial_that_diverged_hides_no_law() -> None:
+    right = np.array(proposes(lambda shares, rate: losses(shares)))
+    for diverged in (1e3, 1e300):
+        numbers = itertools.count()
+        found = proposes(lambda shares, rate: losses(shares) if next(numbers) != 3 else np.full(3, diverged))  # noqa: B023
+        assert len(found) == 2, diverged
+        assert np.abs(np.array(found) - right).max() < 0.25, diverged
 
 
-@pytest.mark.parametrize("rule", [None, ASHA], ids=["full", "asha"])
+@pytest.mark.parametrize("rule", [pytest.param(None, marks=pytest.mark.long), ASHA], ids=["full", "asha"])
 def test_a_kill_of_the_driver_changes_no_proposal(rule: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new driver that has read the journal up to any ask asks for the same trial, with the same shares."""
     lines: list[str] = []
@@ -121,7 +121,7 @@ def test_a_kill_of_the_driver_changes_no_proposal(rule: dict[str, Any] | None, m
     events = [json.loads(line) for line in lines]
     asked = [number for number, event in enumerate(events) if event["event"] in ("ask", "thaw")]
     assert sum(events[number]["event"] == "ask" for number in asked) >= 13
-    for number in asked[9::2]:
+    for number in asked[9::4]:
         history = History()
         for event in events[:number]:
             history.apply(event)

@@ -25,7 +25,10 @@ def place(tmp_path_factory):
     return cache(lambda *size: made_mixtures(tmp_path_factory.mktemp("mixtures"), *size))
 
 
-@pytest.mark.parametrize("sets", [2, 3, 4])
+FEW_AND_MANY = pytest.mark.parametrize("sets", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+
+
+@FEW_AND_MANY
 def test_the_text_has_shares_surface_effects_and_what_sets_do_together(place, sets, tmp_path, capsys):
     assert main(["report", str(place(sets)), "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -68,7 +71,7 @@ def test_a_trial_that_diverged_is_in_no_law(place):
     assert np.abs(found.best(spaces) - right.best(spaces)).max() < 0.1
 
 
-@pytest.mark.parametrize("sets", [3, 4])
+@FEW_AND_MANY
 def test_all_of_it_is_json_and_on_the_page(place, sets, tmp_path, capsys):
     assert main(["report", str(place(sets)), "--json", "--out", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)["mixture"]
@@ -82,7 +85,7 @@ def test_all_of_it_is_json_and_on_the_page(place, sets, tmp_path, capsys):
 
 
 def test_column_and_surface_agree_where_shares_change_nothing(tmp_path):
-    read = read_study(made_mixtures(tmp_path, 3, flat=True))
+    read = read_study(made_mixtures(tmp_path, 2, flat=True))
     found, law = mixtures_of(read), LawOfStudy.fit(read)
     assert found is not None
     assert law is not None
@@ -95,9 +98,9 @@ def test_column_and_surface_agree_where_shares_change_nothing(tmp_path):
 
 
 def test_a_metric_that_is_no_mean_has_a_law_of_its_own(tmp_path):
-    found = mixtures_of(read_study(made_mixtures(tmp_path, 3, weighted=False)))
+    found = mixtures_of(read_study(made_mixtures(tmp_path, 2, 12, weighted=False)))
     assert found is not None
-    assert found.trials == 24
+    assert found.trials == 12
     assert found.entries[0].crossed == {}
 
 
@@ -134,7 +137,7 @@ def test_where_more_is_better_the_surface_marks_the_most(tmp_path):
 
 
 def test_a_confirmation_trains_longer_phases_with_new_seeds(tmp_path):
-    read = read_study(made_mixtures(tmp_path, 3))
+    read = read_study(made_mixtures(tmp_path, 2, 12))
     best, config = best_config(read, "--confirm 5")
     made = expected(read, config, 5)
     names = read.sweep.space.mixtures[0].names
@@ -194,12 +197,11 @@ def test_of_which_study_and_how_often(tmp_path, capsys):
     assert "was begun with --confirm 3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--workers", "x"], ["--wandb", "on"], ["--procs_per_host", "0"]])
-def test_a_start_that_is_refused_begins_no_confirmation(place, words, capsys):
+def test_a_start_that_is_refused_begins_no_confirmation(place, capsys):
     """Another number of times may follow."""
     study = place(2)
-    for times in ("3", "2"):
-        assert main(["sweep", "--study", str(study), "--confirm", times, *words]) == 2
+    for times, *words in (("3", "--workers", "x"), ("2", "--wandb", "on"), ("4", "--procs_per_host", "0")):
+        assert main(["sweep", "--study", str(study), "--confirm", times, *words]) == 2, words
         assert "was begun" not in capsys.readouterr().err
         assert not (study / "confirm.yaml").exists()
         assert not (study / "confirm").exists()

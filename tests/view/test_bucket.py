@@ -3,13 +3,9 @@
 import json
 
 import pytest
-from corpora import write_corpus
-from runs import train
 from servers import S3Server
 
 from roxxel_dist.cli import main
-from roxxel_dist.curriculum.phases import Phase
-from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.objects.lease import Lease
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.place.bucket_folder import LEASE
@@ -27,13 +23,11 @@ def server(tmp_path, monkeypatch):
         yield server
 
 
-def test_a_run_in_a_bucket_is_what_the_local_one_is(server, tmp_path, capsys):
+def test_a_run_in_a_bucket_is_what_the_local_one_is(server, trained, capsys):
     """Its rows, checkpoints and who trains in it follow the bucket; while that is away the last state stays."""
-    with Roxxel(write_corpus(tmp_path)) as corpus:
-        train(corpus, tmp_path / "one", [Phase(6, 8, 17)])
     url = server.url("runs/one")
-    copy(str(tmp_path / "one"), url, progress=False)
-    store, here = ObjectStore.open(url), RunReader(tmp_path / "one").read()
+    copy(str(trained), url, progress=False)
+    store, here = ObjectStore.open(url), RunReader(trained).read()
     with server.link() as link, server.environment(link):
         reader = BucketRunReader(url)
         seen = reader.read()
@@ -45,7 +39,7 @@ def test_a_run_in_a_bucket_is_what_the_local_one_is(server, tmp_path, capsys):
         count = len(link.requests)
         files.pull()
         assert len(link.requests) == count + 1  # what has not changed is not fetched again
-        row = {"step": 7, "train_loss": 1.5}
+        row = {"step": 11, "train_loss": 1.5}
         store.write("metrics.jsonl", store.read("metrics.jsonl") + json.dumps(row).encode() + b"\n")
         gone = here.checkpoints[0].name
         store.delete([f"checkpoints/{gone}/digests.json"])  # as a run takes it away: the rest follows
@@ -53,20 +47,20 @@ def test_a_run_in_a_bucket_is_what_the_local_one_is(server, tmp_path, capsys):
             files.pull()
             assert files.is_trained
             seen = reader.read()
-            assert (seen.step, seen.losses[-1]) == (7, (7, 1.5))
+            assert (seen.step, seen.losses[-1]) == (11, (11, 1.5))
             assert gone not in [each.name for each in seen.checkpoints]
         files.pull()
         assert not files.is_trained
         find = finder([url])
         page, (item,) = Feed(find), find()
         (shown,) = page.read(tuple(page.read()[0]))[1].values()
-        assert json.loads(shown["head"])["step"] == 7
+        assert json.loads(shown["head"])["step"] == 11
         assert json.loads(shown["checkpoints"])["tier"] == "bucket"
         link.down = True
-        assert reader.read().step == 7
+        assert reader.read().step == 11
         assert find() == [item]  # the page does not ask the bucket again for what there is
     assert main(["top", "--once", url]) == 0
-    assert "step 7" in capsys.readouterr().out
+    assert "step 11" in capsys.readouterr().out
     store.write("study.yaml", b"")
     store.delete(["config.yaml", "metrics.jsonl"])
     for place, words in ((url, "a study in a bucket, and top shows runs there"), (server.url("x"), "is not a run")):

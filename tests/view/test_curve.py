@@ -61,8 +61,10 @@ def fields(buckets):
     return [(bucket[:3], bucket[4:]) for bucket in buckets]
 
 
-@pytest.mark.parametrize("every", [1, 5, 1000])
-@pytest.mark.parametrize("count", [1, 2, MOST - 1, MOST, MOST + 1, 5 * MOST, 20_000])
+@pytest.mark.parametrize("every", [1, 1000])
+@pytest.mark.parametrize(
+    "count", [1, 2, MOST - 1, MOST, MOST + 1, 5 * MOST, pytest.param(20_000, marks=pytest.mark.long)]
+)
 def test_a_curve_depends_on_its_rows_and_not_on_how_they_came(count, every):
     rows, noise = rows_of(count, every), random.Random(1)
     whole = Curves(("step",))
@@ -91,7 +93,7 @@ def test_a_curve_depends_on_its_rows_and_not_on_how_they_came(count, every):
 
 
 def test_buckets_are_as_dense_at_every_age():
-    rows = rows_of(30_000)
+    rows = rows_of(10_000)
     curves = Curves(("step",))
     for row in rows:
         curves.add([row])
@@ -132,7 +134,7 @@ def pictures(run, tmp_path):
     return seen
 
 
-@pytest.mark.parametrize("count", [600, 20_000])
+@pytest.mark.parametrize("count", [600, 5000])
 def test_a_spike_of_one_row_is_in_every_picture(tmp_path, count):
     seen = pictures(write(tmp_path / "run", rows_of(count)), tmp_path)
     metrics = {"train_loss", "val_loss", "own/aux", "lr", "ms_per_step"}
@@ -149,16 +151,20 @@ def test_a_report_of_a_trial_with_many_validations_keeps_its_spike():
 def test_the_message_of_a_page_is_bounded(tmp_path):
     short, long = (
         sum(map(len, sections(RunReader(write(tmp_path / str(count), rows_of(count))).read()).values()))
-        for count in (5_000, 40_000)
+        for count in (3_000, 20_000)
     )
     assert long < 1.3 * short
 
 
-@pytest.mark.parametrize("value", ["null", "NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
+@pytest.mark.parametrize(
+    "value",
+    ["NaN", "1" + "0" * 400, *(pytest.param(v, marks=pytest.mark.long) for v in ("null", "Infinity", "-Infinity"))],
+    ids=["NaN", "a whole number that no float is", "null", "Infinity", "-Infinity"],
+)
 def test_a_value_that_is_not_finite_is_counted_in_every_view(tmp_path, capsys, value):
-    run = write(tmp_path / "run", rows_of(3000))
+    run = write(tmp_path / "run", rows_of(1200))
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    for place in (100, 101, 2999):
+    for place in (100, 101, 1199):
         lines[place] = f'{{"step": {5 * (place + 1)}, "train_loss": {value}, "tokens": 1}}\n'
     (run / "metrics.jsonl").write_text("".join(lines))
     state = RunReader(run).read()
@@ -179,21 +185,21 @@ def test_a_value_that_is_not_finite_is_counted_in_every_view(tmp_path, capsys, v
 
 def test_a_run_that_goes_back_shows_the_last_truth(tmp_path):
     """As a resume leaves the log: without the rows behind the checkpoint, and then with others."""
-    first, again = rows_of(6000), rows_of(9000, seed=5)
-    first[5000]["train_loss"] = 99.0  # it diverged, and went back before that
+    first, again = rows_of(3000), rows_of(4500, seed=5)
+    first[2500]["train_loss"] = 99.0  # it diverged, and went back before that
     run = write(tmp_path / "run", first)
     reader = RunReader(run)
     assert max(value for _, value in reader.read().losses) == 99.0
-    for end in (4000, 5500, 9000):  # the second is as long as before, in another file
-        write(tmp_path / "new", [*first[:4000], *again[4000:end]])
+    for end in (2000, 2750, 4500):  # the second is as long as before, in another file
+        write(tmp_path / "new", [*first[:2000], *again[2000:end]])
         (tmp_path / "new" / "metrics.jsonl").rename(run / "metrics.jsonl")
         assert same(reader.read(), RunReader(run).read())
     assert max(value for _, value in reader.read().losses) == SPIKE
-    write(run, first[:4000])  # in place
+    write(run, first[:2000])  # in place
     assert same(reader.read(), RunReader(run).read())
 
 
-@pytest.mark.parametrize("count", [500, 20_000])
+@pytest.mark.parametrize("count", [500, 5000])
 def test_rows_that_repeat_steps_replace_those_before(count):
     """In a log that was not cut off."""
     first, again = rows_of(count), rows_of(count, seed=3)[count // 3 :]
@@ -250,12 +256,12 @@ def test_the_resumes_of_a_run_and_its_times_are_those_of_its_whole_timeline(tmp_
 
 @pytest.mark.parametrize("brief", [False, True])
 def test_a_long_log_is_read_in_portions_that_give_the_same_picture(tmp_path, monkeypatch, brief):
-    monkeypatch.setattr(run_file, "LEAST_BYTES", 100_000)
-    run = write(tmp_path / "run", rows_of(8000))
-    (run / "timeline.jsonl").write_text('{"attempt": 0, "activity": "save", "begin": 0, "seconds": 1.0}\n' * 3000)
+    monkeypatch.setattr(run_file, "LEAST_BYTES", 50_000)
+    run = write(tmp_path / "run", rows_of(4000))
+    (run / "timeline.jsonl").write_text('{"attempt": 0, "activity": "save", "begin": 0, "seconds": 1.0}\n' * 1500)
     reader, shares = RunReader(run), [0.0]
     while (state := reader.read(brief=brief, deadline=0.0)) and shares[-1] < 1.0:
-        assert state.step == 40_000, "the newest numbers are there at once"
+        assert state.step == 20_000, "the newest numbers are there at once"
         assert state.read_share > shares[-1]
         shares.append(state.read_share)
         if shares[-1] < 1.0:

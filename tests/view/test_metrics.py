@@ -81,25 +81,13 @@ def test_a_run_with_its_job(tmp_path):
     assert one(found, "roxxel_run_info", path=str(run)) == 1
 
 
-def test_the_time_of_a_real_run(one_run):
-    found = samples(exposition([RunReader(one_run).read()]))
+def test_the_time_of_a_real_run(trained):
+    found = samples(exposition([RunReader(trained).read()]))
     assert 0 < one(found, "roxxel_goodput_ratio") < 1
     assert one(found, "roxxel_spent_seconds", activity="compiling") > 0
     assert one(found, "roxxel_checkpoint_step") == one(found, "roxxel_step") == one(found, "roxxel_last_step")
     assert one(found, "roxxel_active") == 0
     assert not [name for name, _ in found if name.startswith(("roxxel_restarts", "roxxel_rank"))]
-
-
-@pytest.fixture(scope="module")
-def one_run(tmp_path_factory):
-    from roxxel_dist import Config, Experiment
-
-    folder = tmp_path_factory.mktemp("metrics")
-    (folder / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(1000)))
-    phases = [{"steps": 2, "batch_size": 4, "seq_len": 9}]
-    tiny = {"dim": 8, "num_blocks": 1, "max_context": 8, "tokenizer_type": "byte", "n_devices": 1}
-    Experiment(Config(**tiny, phases=phases, log_every=1)).fit(folder / "text.txt", folder / "run")
-    return folder / "run"
 
 
 def test_a_job_without_a_run_and_a_study(tmp_path):

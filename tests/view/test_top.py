@@ -18,7 +18,7 @@ from commands import command, environment, wait_for
 from job_desk import LIMIT_S
 from made_study import made_study
 from ranks import RANK
-from runs import rows, train
+from runs import rows
 
 import roxxel_dist
 from roxxel_dist.cli import main
@@ -37,26 +37,11 @@ from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.tail import Tail
 from roxxel_dist.view.web.sections import sections
 
-PHASES = [Phase(6, 8, 17), Phase(4, 8, 33)]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder with a run of two phases."""
-    from corpora import write_corpus
-
-    from roxxel_dist.data.dataset import Roxxel
-
-    folder = tmp_path_factory.mktemp("view")
-    with Roxxel(write_corpus(folder)) as corpus:
-        train(corpus, folder / "runs" / "one", PHASES)
-    return folder
-
 
 @pytest.fixture
-def run(made, tmp_path):
-    """A copy of it."""
-    return Path(shutil.copytree(made / "runs" / "one", tmp_path / "runs" / "one"))
+def run(trained, tmp_path):
+    """A copy of a run."""
+    return Path(shutil.copytree(trained, tmp_path / "runs" / "one"))
 
 
 def text(state, width, height, **look):
@@ -73,21 +58,20 @@ def test_a_frame_has_the_numbers_of_the_run(run, size):
     assert "step 10 of 10 (100.0%)" in seen
     assert f"loss {last['train_loss']:.4f}" in seen
     assert "phase 2 of 2" in seen
-    assert "steps 7 to 10, 8 rows x 33 tokens" in seen
+    assert "steps 7 to 10, 1 rows x 33 tokens" in seen
     assert "saved  step 10 on disk" in seen
     assert "goodput" in seen
     assert seen.endswith("q quit")
     assert text(state, *size, ascii_only=True).isascii()
 
 
-def test_how_a_phase_is_cut_is_seen(corpus, tmp_path):
+def test_how_a_phase_is_cut_is_seen(trained):
     """In the timeline, in a frame and on the page: of whole rows nothing, of a cut row the line of the log."""
-    train(corpus, tmp_path / "run", [Phase(3, 8, 17), Phase(3, 1, 33)])
     layout = "1 row, cut along the tokens over 2 devices"
-    steps = [row for row in read_timeline(tmp_path / "run") if row["activity"] == "step"]
-    assert [row.get("layout") for row in steps if row["steps"][1] <= 3] == [None] * 3
-    assert {row.get("layout") for row in steps if row["steps"][0] > 3} == {layout}
-    state = RunReader(tmp_path / "run").read()
+    steps = [row for row in read_timeline(trained) if row["activity"] == "step"]
+    assert [row.get("layout") for row in steps if row["steps"][1] <= 6] == [None] * 6
+    assert {row.get("layout") for row in steps if row["steps"][0] > 6} == {layout}
+    state = RunReader(trained).read()
     assert layout in text(state, 80, 24)
     assert json.loads(sections(state)["phases"])["layout"] == layout
 

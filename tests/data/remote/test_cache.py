@@ -59,12 +59,12 @@ def chunk_files(cache):
 
 
 @pytest.mark.parametrize("cache_gb", [1.0, 0.0018])
-def test_four_processes_read_the_same(server, local, url, cache, cache_gb):
+def test_processes_read_the_same(server, local, url, cache, cache_gb):
     """pytorch-lightning#18957, litData#846: in a cache of a half of the data set files go while others read them."""
     with server.link(delay_s=0.02) as link, server.environment(link):
-        readers = [start(url, cache, cache_gb, seed) for seed in (0, 0, 1, 2)]
+        readers = [start(url, cache, cache_gb, seed) for seed in (0, 0, 1)]
         outputs = [reader.communicate(timeout=100)[0].split() for reader in readers]
-        assert [output[-1] for output in outputs] == [digest(local, seed) for seed in (0, 0, 1, 2)]
+        assert [output[-1] for output in outputs] == [digest(local, seed) for seed in (0, 0, 1)]
         if cache_gb == 1.0:
             size = sum(shard.path.stat().st_size for shard in local.shards)
             assert link.body_bytes < 1.3 * size
@@ -73,7 +73,7 @@ def test_four_processes_read_the_same(server, local, url, cache, cache_gb):
 def test_a_reader_that_is_killed_leaves_a_cache_that_others_use(server, local, url, cache):
     """litData#398: no process waits for what a killed one has left."""
     with server.link(delay_s=0.02, rate=3e6) as link, server.environment(link):
-        for step in (0, 2, 7):
+        for step in (0, 7):
             reader = start(url, cache)
             while reader.stdout.readline().strip() != str(step):
                 pass
