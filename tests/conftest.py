@@ -19,8 +19,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.setdefault("XLA_FLAGS", FAST)
 
-# Under nohup and in the background signals are ignored, which programs inherit: tests send them to those that they start. A handler is not
-# inherited, and as little ends this process.
+# Under nohup and in the background signals are ignored, which programs inherit: tests send them to those that they
+# start. A handler is not inherited, and as little ends this process.
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
@@ -80,7 +80,7 @@ def jax_devices():
     jax.devices()
 
 
-FULL = 600 * 2**20  # bytes of a worker, of which imports are half: a module adds up to as much, and three workers fit a laptop
+FULL = 600 * 2**20  # bytes of a worker, of which imports are half: a module adds up to as much
 
 
 @pytest.hookimpl(wrapper=True)
