@@ -104,7 +104,10 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(name, marks=() if name in ("both", "huge") else pytest.mark.long) for name in SIZES],
+)
 def test_numbers_of_any_size_do_not_blind_it(size: str) -> None:
     search, found = engine(SQUARE, seed=3), list[float]()
     for number in range(26):
@@ -132,7 +135,7 @@ def test_most_values_may_be_the_best() -> None:
     assert values[6] > values[5]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_trials_that_run_at_once_are_apart(seed: int) -> None:
     search, running = engine(SQUARE, seed=seed), list[tuple[int, dict[str, float]]]()
     nearest = []

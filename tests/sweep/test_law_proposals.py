@@ -99,7 +99,9 @@ def test_the_better_of_law_and_process_proposes() -> None:
     assert proposes(lambda shares, rate: losses(shares), metric={**METRIC, "goal": "maximize"}) == []
 
 
-@pytest.mark.parametrize("diverged", [1e3, 1e30, 1e300])
+@pytest.mark.parametrize(
+    "diverged", [pytest.param(1e3, marks=pytest.mark.long), pytest.param(1e30, marks=pytest.mark.long), 1e300]
+)
 def test_a_trial_that_diverged_hides_no_law(diverged: float) -> None:
     numbers = itertools.count()
     found = proposes(lambda shares, rate: losses(shares) if next(numbers) != 3 else np.full(3, diverged))
@@ -108,7 +110,7 @@ def test_a_trial_that_diverged_hides_no_law(diverged: float) -> None:
     assert np.abs(np.array(found) - np.array(right)).max() < 0.25
 
 
-@pytest.mark.parametrize("rule", [None, ASHA], ids=["full", "asha"])
+@pytest.mark.parametrize("rule", [pytest.param(None, marks=pytest.mark.long), ASHA], ids=["full", "asha"])
 def test_a_kill_of_the_driver_changes_no_proposal(rule: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new driver that has read the journal up to any ask asks for the same trial, with the same shares."""
     lines: list[str] = []

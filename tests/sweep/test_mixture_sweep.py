@@ -82,7 +82,7 @@ def searched(
     return search, events
 
 
-@pytest.mark.parametrize("method", ["random", "bayes", "tpe"])
+@pytest.mark.parametrize("method", ["random", "bayes", pytest.param("tpe", marks=pytest.mark.long)])
 def test_asha_stops_mixtures_early(method: str, base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Baselines come first, no trial reads a set too often, and the decisions follow from the journal."""
     sweep = opened(base, method)
