@@ -1,9 +1,11 @@
 """What every test shares: simulated devices, a compilation cache, and no silent skips in CI."""
 
 import compileall
+import ctypes
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 from commands import FAST
@@ -28,6 +30,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     compileall.compile_dir(ROOT / "roxxel_dist", quiet=2)
 
 import jax
+import psutil
 import pytest
 from corpora import write_corpus
 from hypothesis import settings
@@ -75,6 +78,22 @@ def pytest_collection_modifyitems(items):
 def jax_devices():
     """Makes jax's devices: else the first run that a test begins in this process decides about their threads."""
     jax.devices()
+
+
+FULL = 600 * 2**20  # bytes of a worker, of which imports are half: a module adds up to as much
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """A module leaves its programs, traces and arrays, which no other asks for: a worker with much of that drops it."""
+    yield
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    if psutil.Process().memory_info().rss > FULL:
+        jax.clear_caches()
+        gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)

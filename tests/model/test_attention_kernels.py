@@ -96,7 +96,7 @@ def test_blocks_are_the_plain_attention(length, window, heads, value_size, packe
         np.testing.assert_allclose(a, b, atol=5e-5)
 
 
-@pytest.mark.parametrize("ids", [[3, 1, 3], [0, 5, 2]])
+@pytest.mark.parametrize("ids", [[3, 1, 3], pytest.param([0, 5, 2], marks=pytest.mark.long)])
 def test_segments_need_not_be_in_order(ids):
     """Two parts of a row with one number see each other, however many blocks are between."""
     q, k, v, _, weight = inputs(1300)
@@ -155,7 +155,11 @@ def test_the_memory_of_a_long_row(fields, monkeypatch):
 
 @pytest.mark.parametrize(
     ("fields", "packed"),
-    [({}, True), ({"mla": True}, False), ({"kv_heads": 1, "scan_layers": True, "gradient_checkpointing": True}, True)],
+    [
+        ({"mla": True}, False),
+        ({"kv_heads": 1, "scan_layers": True, "gradient_checkpointing": True}, True),
+        pytest.param({}, True, marks=pytest.mark.long),
+    ],
 )
 def test_a_model_of_long_rows_is_the_same(fields, packed, monkeypatch):
     tokens = jax.random.randint(jax.random.key(0), (1, LONG), 0, 50)
@@ -163,13 +167,14 @@ def test_a_model_of_long_rows_is_the_same(fields, packed, monkeypatch):
     shape = ModelConfig(dim=32, num_blocks=1, vocab_size=50, max_context=LONG, **fields)
 
     model = Transformer(shape, nnx.Rngs(0))
-    blocks = model(tokens, segments)
+    blocks = nnx.jit(lambda model: model(tokens, segments))(model)
     monkeypatch.setattr("roxxel_dist.model.attend.LONGEST_WHOLE", LONG)
-    np.testing.assert_allclose(blocks, model(tokens, segments), atol=1e-5)
+    np.testing.assert_allclose(blocks, nnx.jit(lambda model: model(tokens, segments))(model), atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("window", "packed", "value_size", "groups"), [(None, False, 64, 2), (70, True, 32, 1), (None, True, 64, 4)]
+    ("window", "packed", "value_size", "groups"),
+    [(None, False, 64, 2), (70, True, 32, 1), pytest.param(None, True, 64, 4, marks=pytest.mark.long)],
 )
 def test_splash_attention_is_the_plain_one(window, packed, value_size, groups):
     """Its program, interpreted: the hardware that it is for is not here."""
@@ -274,7 +279,7 @@ def test_the_width_of_keys(fields, width, monkeypatch):
     monkeypatch.setattr(
         "roxxel_dist.model.attend.kernel_for", lambda *a, **k: seen.append(k["key_size"]) or told(*a, **k)
     )
-    Transformer(shape, nnx.Rngs(0))(jnp.zeros((1, 4), jnp.int32))
+    nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0))(jnp.zeros((1, 4), jnp.int32)))
     assert set(seen) == {width} == {key_size(shape)}
 
 

@@ -175,8 +175,18 @@ def test_more_context_than_the_model_has():
         generate(build(), [1], 5, max_context=33)
 
 
-@pytest.mark.parametrize("fields", [{"kv_heads": 2}, {**WINDOW, "no_sink": True}, {**MLA, "pos_encoding": "learned"}])
-@pytest.mark.parametrize("prompts", [1, 3])
+@pytest.mark.parametrize(
+    ("fields", "prompts"),
+    [
+        ({**WINDOW, "no_sink": True, "num_blocks": 1}, 1),
+        ({**MLA, "pos_encoding": "learned", "num_blocks": 1}, 3),
+        *(
+            pytest.param(fields, prompts, marks=pytest.mark.long)
+            for fields in ({"kv_heads": 2}, {**WINDOW, "no_sink": True}, {**MLA, "pos_encoding": "learned"})
+            for prompts in (1, 3)
+        ),
+    ],
+)
 def test_a_long_prompt_is_read_by_all_devices(fields, prompts, monkeypatch):
     """Prompts of 20 and fewer tokens on 8 devices, 1 row or 4, and what is written after them on one."""
     model, rng = build(**fields), np.random.default_rng(0)

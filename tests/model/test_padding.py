@@ -16,6 +16,10 @@ from roxxel_dist.model.transformer import Transformer
 
 __all__ = ["cudnn_by_xla"]
 SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": 50, "max_context": 63, "head_size": 16}
+LEARNED = {"pos_encoding": "learned", "norm_type": "layernorm", "norm_position": "both"}
+EXPERTS = {"use_moe": True, "n_experts": 4, "alpha_balance": 1.0, "dropout_rate": 0.3}
+LATENT = {"mla": True, "down_dim_q": 8, "down_dim_kv": 8, "rope_dim": 4, "norm_position": "after"}
+ADAPTERS = {"use_lora": True, "lora_targets": "all", "loss_chunk": 32, "z_loss": 1e-3}
 
 
 def build(**fields):
@@ -37,15 +41,23 @@ def computed(batch, **fields):
 @pytest.mark.parametrize(
     ("fields", "packed"),
     [
-        ({}, False),
-        ({"pos_encoding": "learned", "norm_type": "layernorm", "norm_position": "both"}, False),
-        ({"pos_encoding": "absolute", "qk_norm": "head", "no_sink": True}, True),
-        ({"dropout_rate": 0.3, "gradient_checkpointing": True, "scan_layers": True}, True),
-        ({"use_moe": True, "n_experts": 4, "alpha_balance": 1.0, "dropout_rate": 0.3}, False),
-        ({"mla": True, "down_dim_q": 8, "down_dim_kv": 8, "rope_dim": 4, "norm_position": "after"}, True),
-        ({"parametrization": "mup", "base_dim": 16, "sliding_window": True, "context_window": 9}, False),
-        ({"use_lora": True, "lora_targets": "all", "loss_chunk": 32, "z_loss": 1e-3}, False),
-        ({"use_lora": True, "lora_dropout": 0.2}, False),  # its draws are those of whole arrays
+        (EXPERTS | {"gradient_checkpointing": True, "scan_layers": True}, True),
+        (LATENT | {"num_blocks": 1}, True),
+        (ADAPTERS | LEARNED | {"sliding_window": True, "context_window": 9, "num_blocks": 1}, False),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (
+                ({}, False),
+                (LEARNED, False),
+                ({"pos_encoding": "absolute", "qk_norm": "head", "no_sink": True}, True),
+                ({"dropout_rate": 0.3, "gradient_checkpointing": True, "scan_layers": True}, True),
+                (EXPERTS, False),
+                (LATENT, True),
+                ({"parametrization": "mup", "base_dim": 16, "sliding_window": True, "context_window": 9}, False),
+                (ADAPTERS, False),
+                ({"use_lora": True, "lora_dropout": 0.2}, False),  # its draws are those of whole arrays
+            )
+        ),
     ],
 )
 def test_padding_changes_no_result(fields, packed, monkeypatch):

@@ -178,7 +178,7 @@ def test_a_grid_over_steps() -> None:
         engine({"a": endless}, "grid")
 
 
-@pytest.mark.parametrize("method", ["random", "tpe", "bayes"])
+@pytest.mark.parametrize("method", ["random", pytest.param("tpe", marks=pytest.mark.long), "bayes"])
 def test_rules_that_leave_little_of_the_space(method: str) -> None:
     """Of the square 0.045 % are left: points near those that were found are looked at too."""
     search = engine(SQUARE, method, seed=3, constraints=["x + y > 1.97"])
