@@ -1,6 +1,7 @@
 """What every test shares: simulated devices, a compilation cache, and no silent skips in CI."""
 
 import compileall
+import ctypes
 import gc
 import os
 import signal
@@ -43,6 +44,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=200, deadline=None)
 settings.load_profile("few")
+LARGE_BYTES = 900 * 2**20  # of a worker of the tests, which is to stay below 1.5 GB
 
 
 class ByFile(LoadGroupScheduling):
@@ -75,6 +77,25 @@ def pytest_collection_modifyitems(items):
 def jax_devices():
     """Makes jax's devices: else the first run that a test begins in this process decides about their threads."""
     jax.devices()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory():
+    """Drops jax's traces and compiled programs behind a module where the process is large.
+
+    They would stay as long as the process, 5 GB at its end. Later modules read the programs again from the compilation
+    cache.
+    """
+    yield
+    if resident_bytes() > LARGE_BYTES:
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is free
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)
