@@ -62,22 +62,22 @@ def with_gradients(mesh, q, k, v, d_out, **options):
 @pytest.mark.parametrize(
     ("mesh", "rows", "length", "heads", "window", "packed", "positions"),
     [
-        ("none", 2, 33, (4, 2), None, False, "none"),
+        pytest.param("none", 2, 33, (4, 2), None, False, "none", marks=pytest.mark.long),
         ("none", 2, 33, (4, 1), 7, True, "none"),
         ("none", 2, 33, (2, 2), 7, True, "mixed"),
-        ("none", 1, 1101, (2, 1), None, True, "none"),  # in blocks
-        ("none", 1, 1101, (2, 1), None, False, "backwards"),
+        pytest.param("none", 1, 1101, (2, 1), None, True, "none", marks=pytest.mark.long),  # in blocks
+        pytest.param("none", 1, 1101, (2, 1), None, False, "backwards", marks=pytest.mark.long),
         ("none", 2, 1101, (2, 1), 300, True, "mixed"),
         ("8 devices", 8, 33, (2, 1), 9, True, "pairs"),  # whole rows
-        ("8 devices", 1, 257, (4, 2), None, False, "none"),  # tokens
+        pytest.param("8 devices", 1, 257, (4, 2), None, False, "none", marks=pytest.mark.long),  # tokens
         ("8 devices", 1, 257, (2, 1), 40, True, "none"),
-        ("8 devices", 1, 257, (2, 1), None, False, "later"),
-        ("8 devices", 1, 259, (2, 1), 40, True, "mixed"),
+        pytest.param("8 devices", 1, 257, (2, 1), None, False, "later", marks=pytest.mark.long),
+        pytest.param("8 devices", 1, 259, (2, 1), 40, True, "mixed", marks=pytest.mark.long),
         ("8 devices", 6, 65, (2, 2), None, True, "backwards"),  # 2 groups of 3 rows, each row on 4 devices
         ("8 devices", 1, 5, (2, 1), None, False, "pairs"),  # fewer tokens than devices
         ("tensor 2", 1, 131, (4, 2), None, True, "pairs"),
         ("own, tokens", 2, 131, (2, 1), None, True, "mixed"),
-        ("own, one axis", 8, 33, (2, 1), None, False, "none"),
+        pytest.param("own, one axis", 8, 33, (2, 1), None, False, "none", marks=pytest.mark.long),
         ("own, one axis", 3, 33, (2, 1), 5, False, "none"),
     ],
 )
@@ -90,7 +90,10 @@ def test_the_same_as_all_scores_at_once(mesh, rows, length, heads, window, packe
         np.testing.assert_allclose(mine, whole, atol=1e-5 * np.abs(whole).max())
 
 
-@pytest.mark.parametrize(("mesh", "rows", "length"), [("none", 2, 40), ("none", 1, 1100), ("8 devices", 1, 257)])
+@pytest.mark.parametrize(
+    ("mesh", "rows", "length"),
+    [pytest.param("none", 2, 40, marks=pytest.mark.long), ("none", 1, 1100), ("8 devices", 1, 257)],
+)
 def test_types_and_scales(mesh, rows, length):
     """Scores are float32 whatever the type; values may be wider than keys."""
     *arrays, _, _ = inputs(rows, length, 2, 1, jnp.bfloat16, sizes=(8, 16))

@@ -155,7 +155,11 @@ def test_the_memory_of_a_long_row(fields, monkeypatch):
 
 @pytest.mark.parametrize(
     ("fields", "packed"),
-    [({}, True), ({"mla": True}, False), ({"kv_heads": 1, "scan_layers": True, "gradient_checkpointing": True}, True)],
+    [
+        pytest.param({}, True, marks=pytest.mark.long),
+        ({"mla": True}, False),
+        ({"kv_heads": 1, "scan_layers": True, "gradient_checkpointing": True}, True),
+    ],
 )
 def test_a_model_of_long_rows_is_the_same(fields, packed, monkeypatch):
     tokens = jax.random.randint(jax.random.key(0), (1, LONG), 0, 50)
@@ -169,7 +173,12 @@ def test_a_model_of_long_rows_is_the_same(fields, packed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("window", "packed", "value_size", "groups"), [(None, False, 64, 2), (70, True, 32, 1), (None, True, 64, 4)]
+    ("window", "packed", "value_size", "groups"),
+    [
+        (70, True, 32, 1),
+        pytest.param(None, False, 64, 2, marks=pytest.mark.long),
+        pytest.param(None, True, 64, 4, marks=pytest.mark.long),
+    ],
 )
 def test_splash_attention_is_the_plain_one(window, packed, value_size, groups):
     """Its program, interpreted: the hardware that it is for is not here."""
@@ -274,7 +283,7 @@ def test_the_width_of_keys(fields, width, monkeypatch):
     monkeypatch.setattr(
         "roxxel_dist.model.attend.kernel_for", lambda *a, **k: seen.append(k["key_size"]) or told(*a, **k)
     )
-    Transformer(shape, nnx.Rngs(0))(jnp.zeros((1, 4), jnp.int32))
+    nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0))(jnp.zeros((1, 4), jnp.int32)))
     assert set(seen) == {width} == {key_size(shape)}
 
 

@@ -93,7 +93,9 @@ def test_every_pair_of_variants(fields):
 
 
 def test_what_a_cache_holds():
-    plain, window, latent = (build(**fields).empty_cache(3) for fields in ({"kv_heads": 2}, WINDOW, MLA))
+    plain, window, latent = (
+        nnx.eval_shape(lambda f=fields: build(**f).empty_cache(3)) for fields in ({"kv_heads": 2}, WINDOW, MLA)
+    )
     assert [a.shape for a in plain.layers[1]] == [(3, 32, 2, 8)] * 2
     assert [a.shape for a in window.layers[1]] == [(3, 5, 4, 8)] * 2, "no more than the window"
     assert [a.shape for a in latent.layers[1]] == [(3, 32, 10), (3, 32, 8)], "latents and rotary keys alone"
@@ -175,8 +177,17 @@ def test_more_context_than_the_model_has():
         generate(build(), [1], 5, max_context=33)
 
 
-@pytest.mark.parametrize("fields", [{"kv_heads": 2}, {**WINDOW, "no_sink": True}, {**MLA, "pos_encoding": "learned"}])
-@pytest.mark.parametrize("prompts", [1, 3])
+READ_BY_ALL = [{"kv_heads": 2}, {**WINDOW, "no_sink": True}, {**MLA, "pos_encoding": "learned"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompts"),
+    [
+        (READ_BY_ALL[1] | {"num_blocks": 1}, 1),
+        (READ_BY_ALL[2] | {"num_blocks": 1}, 3),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in itertools.product(READ_BY_ALL, [1, 3])),
+    ],
+)
 def test_a_long_prompt_is_read_by_all_devices(fields, prompts, monkeypatch):
     """Prompts of 20 and fewer tokens on 8 devices, 1 row or 4, and what is written after them on one."""
     model, rng = build(**fields), np.random.default_rng(0)

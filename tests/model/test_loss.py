@@ -95,8 +95,17 @@ def by_hand(x_BxLxD, matrix, targets, weights, z_loss, cap):
     return (weights * (losses + z_loss * sums**2)).sum(), losses, d @ w, of_matrix
 
 
+# Tied, z-loss, soft cap, chunks: each value of each beside each value of the others.
+CASES = [*itertools.product([True, False], [0.0, 0.01], [None, 3.0], [0, 3, 10])]
+PAIRS = [
+    (True, 0.0, None, 0), (False, 0.01, 3.0, 0), (True, 0.01, None, 3), (False, 0.0, 3.0, 3), (True, 0.0, 3.0, 10),
+    (False, 0.01, None, 10),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", [PAIRS, pytest.param(CASES, marks=pytest.mark.long)], ids=["pairs", "all"])
 @pytest.mark.parametrize("passes", ["one", "three"])
-def test_losses_and_gradients_are_those_by_hand(monkeypatch, passes):
+def test_losses_and_gradients_are_those_by_hand(monkeypatch, passes, cases):
     """Float64 by numpy: tied or not, with z-loss, a soft cap, weights of 0, in chunks or not, of large logits too; by
     the one pass of GPUs, and by that of others."""
     platform = "gpu" if passes == "one" else "cpu"
@@ -104,10 +113,7 @@ def test_losses_and_gradients_are_those_by_hand(monkeypatch, passes):
     random, wrong = np.random.default_rng(0), []
     targets = random.integers(0, 40, (3, 10))
     weights = np.float32(random.random((3, 10)) * (random.random((3, 10)) < 0.7))
-    for tied, z_loss, cap, chunks, scale in itertools.product(
-        [True, False], [0.0, 0.01], [None, 3.0], [0, 3, 10], [0.3, 30.0]
-    ):
-        x, matrix = np.float32(scale * random.standard_normal((3, 10, 8))), np.float32(random.standard_normal((40, 8)))
+    for tied, z_loss, cap, chunks in cases:
         head = entropy.ProductHead(tied=tied, cap=cap)
 
         def total(x, matrix, head=head, chunks=chunks, z_loss=z_loss, tied=tied):
@@ -118,15 +124,18 @@ def test_losses_and_gradients_are_those_by_hand(monkeypatch, passes):
             found = entropy.cross_entropy(head, [matrix if tied else matrix.T], x, targets, chunks)
             return (weights * (found.losses + z_loss * found.log_sums**2)).sum(), found
 
-        expected = by_hand(x, matrix, targets, weights, z_loss, cap)
-        for way in (total, plain):
-            (value, found), gradients = jax.value_and_grad(way, (0, 1), has_aux=True)(x, matrix)
+        ways = {way.__name__: jax.jit(jax.value_and_grad(way, (0, 1), has_aux=True)) for way in (total, plain)}
+        for scale, (name_of_way, way) in itertools.product([0.3, 30.0], ways.items()):
+            x = np.float32(scale * random.standard_normal((3, 10, 8)))
+            matrix = np.float32(random.standard_normal((40, 8)))
+            expected = by_hand(x, matrix, targets, weights, z_loss, cap)
+            (value, found), gradients = way(x, matrix)
             for name, one, other in zip(
                 ("sum", "losses", "of x", "of the matrix"), (value, found.losses, *gradients), expected, strict=True
             ):
                 error = np.abs(np.asarray(one, np.float64) - other).max() / np.abs(other).max()
                 if not error < 3e-6 * max(scale, 1):  # logits of 200 are off by as much
-                    wrong.append((way.__name__, name, tied, z_loss, cap, chunks, scale, error))
+                    wrong.append((name_of_way, name, tied, z_loss, cap, chunks, scale, error))
     assert not wrong
 
 
@@ -159,7 +168,7 @@ def test_a_single_number_of_the_losses_has_its_own_gradient():
     assert min(float(jnp.abs(one).max()) for one in apart) > 1e-4
 
 
-@pytest.mark.parametrize("devices", ["8 of fsdp", "tensor", "tokens"])
+@pytest.mark.parametrize("devices", [pytest.param("8 of fsdp", marks=pytest.mark.long), "tensor", "tokens"])
 def test_the_head_is_sent_once(devices):
     """In its own type, and its gradient in float32: no loop holds a collective."""
     mesh = {

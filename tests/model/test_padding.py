@@ -15,7 +15,7 @@ from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
 
 __all__ = ["cudnn_by_xla"]
-SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": 50, "max_context": 63, "head_size": 16}
+SMALL = {"dim": 32, "num_blocks": 1, "vocab_size": 50, "max_context": 63, "head_size": 16}
 
 
 def build(**fields):
@@ -37,15 +37,21 @@ def computed(batch, **fields):
 @pytest.mark.parametrize(
     ("fields", "packed"),
     [
-        ({}, False),
+        pytest.param({}, False, marks=pytest.mark.long),
         ({"pos_encoding": "learned", "norm_type": "layernorm", "norm_position": "both"}, False),
-        ({"pos_encoding": "absolute", "qk_norm": "head", "no_sink": True}, True),
-        ({"dropout_rate": 0.3, "gradient_checkpointing": True, "scan_layers": True}, True),
+        pytest.param({"pos_encoding": "absolute", "qk_norm": "head", "no_sink": True}, True, marks=pytest.mark.long),
+        ({"dropout_rate": 0.3, "gradient_checkpointing": True, "scan_layers": True, "num_blocks": 2}, True),
         ({"use_moe": True, "n_experts": 4, "alpha_balance": 1.0, "dropout_rate": 0.3}, False),
         ({"mla": True, "down_dim_q": 8, "down_dim_kv": 8, "rope_dim": 4, "norm_position": "after"}, True),
-        ({"parametrization": "mup", "base_dim": 16, "sliding_window": True, "context_window": 9}, False),
+        pytest.param(
+            {"parametrization": "mup", "base_dim": 16, "sliding_window": True, "context_window": 9},
+            False,
+            marks=pytest.mark.long,
+        ),
         ({"use_lora": True, "lora_targets": "all", "loss_chunk": 32, "z_loss": 1e-3}, False),
-        ({"use_lora": True, "lora_dropout": 0.2}, False),  # its draws are those of whole arrays
+        pytest.param(
+            {"use_lora": True, "lora_dropout": 0.2}, False, marks=pytest.mark.long
+        ),  # its draws are those of whole arrays
     ],
 )
 def test_padding_changes_no_result(fields, packed, monkeypatch):
@@ -64,7 +70,7 @@ def test_padding_changes_no_result(fields, packed, monkeypatch):
 def test_layers_have_the_length_of_the_kernel(cudnn_by_xla, monkeypatch):
     """bfloat16 rows of 1,023 inputs on a GPU: 1,024 in all layers, and no array of 1,023 between them."""
     monkeypatch.setattr(attend, "kernel_for", lambda *a, **k: "cudnn")
-    model = build(max_context=2000, scan_layers=True)
+    model = build(max_context=2000, scan_layers=True, num_blocks=2)
     graph, state = nnx.split(model)
 
     def shapes(length):
