@@ -54,16 +54,18 @@ def check(arrays, segments, window, found=None, accuracy=1e-5):
 @pytest.mark.parametrize(
     ("rows", "length", "heads", "groups", "documents", "window", "calls"),
     [
-        (2, 64, 2, 1, 0, None, [(64, 64, True, False)]),
+        pytest.param(2, 64, 2, 1, 0, None, [(64, 64, True, False)], marks=pytest.mark.long),
         (1, 1, 1, 1, 0, None, [(2, 2, True, False)]),
         (2, 33, 4, 2, 0, None, [(34, 34, True, False)]),  # an even number
-        (2, 33, 2, 2, 0, 7, [(34, 34, True, False)]),
+        pytest.param(2, 33, 2, 2, 0, 7, [(34, 34, True, False)], marks=pytest.mark.long),
         (2, 33, 4, 2, 3, None, [(128, 128, True, True)]),
         (1, 256, 4, 1, 9, 20, [(256, 256, True, True)]),  # the window is in the bias
         (2, 300, 4, 2, 5, None, [(128, 128, True, True), (128, 128, False, True)]),  # in pairs of blocks
         (1, 700, 2, 1, 3, 150, [(128, 128, True, True), (128, 128, False, True)]),
-        (1, 700, 2, 2, 60, None, [(128, 128, True, True), (128, 128, False, True)]),
-        (1, 700, 2, 2, 1, None, [(128, 128, True, True), (128, 128, False, True)]),  # one document
+        pytest.param(1, 700, 2, 2, 60, None, [(128, 128, True, True), (128, 128, False, True)], marks=pytest.mark.long),
+        pytest.param(
+            1, 700, 2, 2, 1, None, [(128, 128, True, True), (128, 128, False, True)], marks=pytest.mark.long
+        ),  # one document
     ],
 )
 def test_the_same_as_all_scores_at_once(
@@ -76,7 +78,9 @@ def test_the_same_as_all_scores_at_once(
     assert set(cudnn_by_xla) == set(calls)
 
 
-@pytest.mark.parametrize("order", [[3, 1, 3, 1], [0, 5, 2, 0], [7, 7, 0, 7]])
+@pytest.mark.parametrize(
+    "order", [[3, 1, 3, 1], *(pytest.param(order, marks=pytest.mark.long) for order in ([0, 5, 2, 0], [7, 7, 0, 7]))]
+)
 def test_segments_need_not_be_in_order(order, cudnn_by_xla, monkeypatch):
     """Blocks of which a query sees no key weigh nothing, wherever they are."""
     monkeypatch.setattr(module, "LONGEST_BIAS", 256)

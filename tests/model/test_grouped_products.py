@@ -82,7 +82,7 @@ def test_the_kernels_of_gpus(interpreted, counts, sizes, dtype, bound):
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("sizes", [(16, 24), (130, 128)], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 24), pytest.param((130, 128), marks=pytest.mark.long)], ids=str)
 def test_the_kernel_of_tpus(counts, sizes):
     """Groups may be empty, and share a block of rows."""
     random = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def test_the_kernel_of_tpus(counts, sizes):
 
 
 @pytest.mark.parametrize("counts", [*COUNTS, (1,), (0, 0, 7), (5, 3, 250, 1, 0, 0, 31, 16), (1,) * 20], ids=str)
-@pytest.mark.parametrize("size", [16, 128])
+@pytest.mark.parametrize("size", [16, pytest.param(128, marks=pytest.mark.long)])
 def test_each_row_is_in_one_block_of_its_group(counts, size):
     rows, seen = sum(counts), []
     blocks = RowBlocks.of(jnp.asarray(counts, jnp.int32), rows, size)
