@@ -16,6 +16,7 @@ import pytest
 from commands import TERMINAL, on_terminal
 
 from roxxel_dist.cluster import progress
+from roxxel_dist.launcher.host.protocol import NONCE, encode
 from roxxel_dist.launcher.job.placement import coordinator_port
 
 Launch = Callable[..., Any]
@@ -256,4 +257,19 @@ def test_an_agent_that_hears_nothing_says_so_and_ends(tmp_path: Path) -> None:
     with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes) as agent:
         assert agent.wait(60) == 1
         assert agent.stderr.read() == b"it heard nothing from the launcher for 1 s\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_agent_that_hears_nothing_more_ends_its_ranks(tmp_path: Path, alive: Alive) -> None:
+    words = [sys.executable, "-m", "roxxel_dist.launcher.host.agent", "1"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    start = {"type": "start", "command": ["sleep", "600"], "ranks": [{"rank": 0, "env": {}}], "total": 1}
+    with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes) as agent:
+        agent.stdin.write(encode({**start, NONCE: "ab"}))
+        agent.stdin.flush()
+        started = next(message for message in map(json.loads, agent.stdout) if message["type"] == "started")
+        assert alive(started["pid"])
+        agent.wait(60)  # its guard ends as it did
+        assert b"it heard nothing from the launcher for 1 s\n" in agent.stderr.read()
+        assert not alive(started["pid"])
     assert list(tmp_path.iterdir()) == []
