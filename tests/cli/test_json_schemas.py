@@ -12,11 +12,9 @@ from json_schemas import schemas
 from jsonschema import Draft202012Validator
 from made_study import made_study
 
-from roxxel_dist import Config, Experiment
+from roxxel_dist import Config
 from roxxel_dist.cli import main
 
-TINY = {"dim": 16, "num_blocks": 1, "max_context": 16, "n_devices": 1, "eval_iters": 1, "tokenizer_type": "byte"}
-PHASES = [{"steps": 6, "batch_size": 8, "seq_len": 17}]
 # (command, exit code)
 TYPED = [
     ("audit runs/one --steps 4:6", 0),
@@ -43,15 +41,13 @@ TYPED = [
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
+def work(pair, tmp_path_factory):
     """Two runs that differ, one without a row, a damaged copy, and a study."""
-    folder = tmp_path_factory.mktemp("schemas")
-    text = folder / "text.txt"
-    text.write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
-    config = {**TINY, "phases": PHASES, "log_every": 1, "eval_every": 3, "checkpoint_every": 3}
-    Experiment(Config(**config)).fit(text, folder / "runs" / "one")
-    Experiment(Config(**config, lr=1e-2)).fit(text, folder / "runs" / "two")
-    Config(**{name: value for name, value in config.items() if name != "n_devices"}).save_yaml(folder / "many.yaml")
+    folder = tmp_path_factory.mktemp("schemas") / "work"
+    shutil.copytree(pair, folder)
+    config = Config.from_yaml(folder / "runs" / "one" / "config.yaml")
+    config.n_devices = Config().n_devices
+    config.save_yaml(folder / "many.yaml")
     shutil.copytree(folder / "runs" / "one", folder / "damaged")
     (large,) = sorted((folder / "damaged" / "checkpoints" / "6").rglob("*"), key=lambda path: path.stat().st_size)[-1:]
     large.write_bytes(large.read_bytes()[:-1])

@@ -12,7 +12,7 @@ from commands import environment
 from runs import make
 from runs import rows as logged
 
-from roxxel_dist import Config, Experiment, Phase
+from roxxel_dist import Phase
 from roxxel_dist.cli import main
 from roxxel_dist.cli.run_table import report_table
 from roxxel_dist.cluster.extras import pip_install
@@ -20,36 +20,13 @@ from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.run.report import differences, read_runs
 from roxxel_dist.train.log.timeline import SPENT
 
-SMALL = {
-    "dim": 16,
-    "num_blocks": 1,
-    "n_heads": 2,
-    "max_context": 16,
-    "n_devices": 1,
-    "eval_iters": 1,
-    "eval_every": 3,
-    "log_every": 2,
-    "tokenizer_type": "byte",
-}
-PHASES = [{"steps": 4, "batch_size": 8, "seq_len": 17}, {"steps": 4, "batch_size": 8, "seq_len": 17}]
 PNG = b"\x89PNG\r\n"
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """A folder with the runs `one` and `two`, which differ in two fields."""
-    folder = tmp_path_factory.mktemp("report")
-    text = folder / "text.txt"
-    text.write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
-    Experiment(Config(**SMALL, phases=PHASES)).fit(text, folder / "runs" / "one")
-    Experiment(Config(**SMALL, phases=PHASES, lr=1e-2, warmup_steps=2)).fit(text, folder / "runs" / "two")
-    return folder
-
-
 @pytest.fixture
-def here(work, tmp_path, monkeypatch):
+def here(pair, tmp_path, monkeypatch):
     """A copy of the runs, in the working directory."""
-    shutil.copytree(work / "runs", tmp_path / "runs")
+    shutil.copytree(pair / "runs", tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,0 +1,32 @@
+"""Two trained runs that the tests of this room look at."""
+
+from pathlib import Path
+
+import pytest
+
+from roxxel_dist import Config, Experiment
+
+SMALL = {
+    "dim": 16,
+    "num_blocks": 1,
+    "n_heads": 2,
+    "max_context": 16,
+    "n_devices": 1,
+    "eval_iters": 1,
+    "eval_every": 3,
+    "checkpoint_every": 3,
+    "log_every": 2,
+    "tokenizer_type": "byte",
+    "phases": [{"steps": 4, "batch_size": 8, "seq_len": 17}, {"steps": 4, "batch_size": 8, "seq_len": 17}],
+}
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and the runs `one` and `two`, which differ in two fields; nobody writes there."""
+    folder = tmp_path_factory.mktemp("pair")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
+    Experiment(Config(**SMALL)).fit(text, folder / "runs" / "one")
+    Experiment(Config(**SMALL, lr=1e-2, warmup_steps=2)).fit(text, folder / "runs" / "two")
+    return folder
