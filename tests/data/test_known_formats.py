@@ -157,7 +157,10 @@ PLANNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name == "a large vocabulary, told" else ()) for name in PLANNED],
+)
 def test_a_run_is_told_the_dtype(tmp_path, name, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ids, words, message = PLANNED[name]
@@ -174,7 +177,7 @@ def test_a_run_is_told_the_dtype(tmp_path, name, capsys, monkeypatch):
 
 def test_a_run_remembers_the_dtype(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    LARGE.astype("<u4").tofile("train.bin")
+    LARGE[:2000].astype("<u4").tofile("train.bin")
     words = ["--vocab_size", "128256", "--data_dtype", "uint32", "--eval_iters", "1", "--sample", "off"]
     assert main(["train", "--data_path", "train.bin", "--run_dir", "run", *TINY, *words]) == 0
     assert "data_dtype: uint32" in (tmp_path / "run" / "config.yaml").read_text()

@@ -202,7 +202,9 @@ with study.hold(lambda line: None):
 
 
 @pytest.mark.parametrize(
-    "ends", [("ends",) * 4, ("refused", "ends", "refused", "ends")], ids=["all", "two are refused"]
+    "ends",
+    [pytest.param(("ends",) * 4, marks=pytest.mark.long), ("refused", "ends", "refused", "ends")],
+    ids=["all", "two are refused"],
 )
 def test_of_first_starts_at_once_each_sees_the_whole_study_of_another_or_none(tmp_path, ends):
     """Real processes: two files for one study. Its definition and its journal are always of one of them."""
