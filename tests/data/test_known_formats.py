@@ -80,19 +80,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "ending"),
-    # A NumPy array is .npy, and a .rox file begins with the same header.
-    [(name, ending) for name in REFUSED for ending in (".bin", ".npy", ".rox") if name != "NumPy" or ending == ".bin"],
-)
-def test_another_format_is_refused_by_its_name(tmp_path, name, ending):
-    data, message = REFUSED[name]
+@pytest.mark.parametrize("ending", [".bin", ".npy", ".rox"])
+def test_another_format_is_refused_by_its_name(tmp_path, ending):
     path = tmp_path / f"tokens{ending}"
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=message) as refused:
-        Roxxel(path)
-    assert str(refused.value).startswith(f"{path}: ")
-    assert "\n" not in str(refused.value)
+    for name, (data, message) in REFUSED.items():
+        if name == "NumPy" and ending != ".bin":
+            continue  # a NumPy array is .npy, and a .rox file begins with the same header
+        path.write_bytes(data)
+        with pytest.raises(UserError) as refused:
+            Roxxel(path)
+        assert re.search(message, str(refused.value)), name
+        assert str(refused.value).startswith(f"{path}: "), name
+        assert "\n" not in str(refused.value), name
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ def start(tmp_path, monkeypatch, capsys):
     return begin
 
 
-@pytest.mark.parametrize("dry", [("--dry_run",), ()], ids=["dry run", "start"])
 @pytest.mark.parametrize(
     ("sweep", "base", "extras", "words"),
     [
@@ -106,11 +105,12 @@ def start(tmp_path, monkeypatch, capsys):
         (LR + "program: train_sweep.py\ncommand: ['${program}', '--dim=32']", "", "", "command: --dim=32 does nothing"),
     ],
 )
-def test_what_a_sweep_does_not_do_is_refused_before_a_study_is_made(start, sweep, base, extras, words, dry):
-    code, _, err = start(sweep, base, extras, *dry)
-    assert code == 2, err
-    assert words in err
-    assert not Path("st").exists()
+def test_what_a_sweep_does_not_do_is_refused_before_a_study_is_made(start, sweep, base, extras, words):
+    for dry in (("--dry_run",), ()):
+        code, _, err = start(sweep, base, extras, *dry)
+        assert code == 2, err
+        assert words in err
+        assert not Path("st").exists()
 
 
 @pytest.mark.parametrize(
