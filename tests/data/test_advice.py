@@ -29,7 +29,7 @@ DAMAGE = {
 @pytest.mark.parametrize("place", ["a.rox", "set", "set/shard_*.rox", "set/shard_00000.rox"])
 def test_a_damaged_file_is_replaced_as_its_message_says(tmp_path, place):
     for damage, change in DAMAGE.items():
-        folder = tmp_path / damage
+        folder = tmp_path / damage.replace(" ", "-")
         (folder / "set").mkdir(parents=True)
         path = folder / (place if "*" not in place and place != "set" else "set/shard_00000.rox")
         target = folder / place

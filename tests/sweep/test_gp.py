@@ -105,7 +105,7 @@ def test_drawn_values_are_as_likely_as_predicted() -> None:
 
 def test_few_values_leave_the_scales_open_and_many_do_not() -> None:
     spreads = []
-    for count in (8, 40):
+    for count in (8, 50):
         points, values = told(count=count)
         theta = gp.fit_hyperparameters(points, values)
         draws = gp.sample_hyperparameters(points, values, theta, 20, np.random.default_rng(9))
