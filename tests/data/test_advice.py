@@ -27,20 +27,21 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("place", ["a.rox", "set", "set/shard_*.rox", "set/shard_00000.rox"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_replaced_as_its_message_says(tmp_path, damage, place):
-    (tmp_path / "set").mkdir()
-    path = tmp_path / (place if "*" not in place and place != "set" else "set/shard_00000.rox")
-    target = tmp_path / place
-    Roxxel(target).write([np.arange(99, dtype="<u2")])
-    path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    with pytest.raises(UserError) as refused:
-        Roxxel(target)
-    assert str(path) in str(refused.value)
-    if damage != "another kind":
-        assert "in a program Roxxel(PATH, overwrite=True).write(DOCUMENTS)" in str(refused.value)
-    Roxxel(target, overwrite=True).write([b"new"])
-    assert [document.tobytes() for document in Roxxel(target)] == [b"new"]
+def test_a_damaged_file_is_replaced_as_its_message_says(tmp_path, place):
+    for damage, change in DAMAGE.items():
+        folder = tmp_path / damage.replace(" ", "-")
+        (folder / "set").mkdir(parents=True)
+        path = folder / (place if "*" not in place and place != "set" else "set/shard_00000.rox")
+        target = folder / place
+        Roxxel(target).write([np.arange(99, dtype="<u2")])
+        path.write_bytes(change(path.read_bytes()))
+        with pytest.raises(UserError) as refused:
+            Roxxel(target)
+        assert str(path) in str(refused.value)
+        if damage != "another kind":
+            assert "in a program Roxxel(PATH, overwrite=True).write(DOCUMENTS)" in str(refused.value), damage
+        Roxxel(target, overwrite=True).write([b"new"])
+        assert [document.tobytes() for document in Roxxel(target)] == [b"new"], damage
 
 
 @pytest.mark.parametrize("coding", ["UTF-16", "UTF-16-LE", "UTF-32"])

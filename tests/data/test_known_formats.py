@@ -80,19 +80,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "ending"),
-    # A NumPy array is .npy, and a .rox file begins with the same header.
-    [(name, ending) for name in REFUSED for ending in (".bin", ".npy", ".rox") if name != "NumPy" or ending == ".bin"],
-)
-def test_another_format_is_refused_by_its_name(tmp_path, name, ending):
-    data, message = REFUSED[name]
+@pytest.mark.parametrize("ending", [".bin", ".npy", ".rox"])
+def test_another_format_is_refused_by_its_name(tmp_path, ending):
     path = tmp_path / f"tokens{ending}"
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=message) as refused:
-        Roxxel(path)
-    assert str(refused.value).startswith(f"{path}: ")
-    assert "\n" not in str(refused.value)
+    for name, (data, message) in REFUSED.items():
+        if name == "NumPy" and ending != ".bin":
+            continue  # a NumPy array is .npy, and a .rox file begins with the same header
+        path.write_bytes(data)
+        with pytest.raises(UserError) as refused:
+            Roxxel(path)
+        assert re.search(message, str(refused.value)), name
+        assert str(refused.value).startswith(f"{path}: "), name
+        assert "\n" not in str(refused.value), name
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,10 @@ PLANNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name == "a large vocabulary, told" else ()) for name in PLANNED],
+)
 def test_a_run_is_told_the_dtype(tmp_path, name, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ids, words, message = PLANNED[name]
@@ -174,7 +176,7 @@ def test_a_run_is_told_the_dtype(tmp_path, name, capsys, monkeypatch):
 
 def test_a_run_remembers_the_dtype(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    LARGE.astype("<u4").tofile("train.bin")
+    LARGE[:2000].astype("<u4").tofile("train.bin")
     words = ["--vocab_size", "128256", "--data_dtype", "uint32", "--eval_iters", "1", "--sample", "off"]
     assert main(["train", "--data_path", "train.bin", "--run_dir", "run", *TINY, *words]) == 0
     assert "data_dtype: uint32" in (tmp_path / "run" / "config.yaml").read_text()

@@ -61,6 +61,7 @@ def test_keys_are_what_they_were(store):
     assert [store.read(key).decode() for key in KEYS] == KEYS
 
 
+@pytest.mark.long  # pages are read by obstore, and a thousand objects take the gateway five seconds
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
 def test_all_pages_of_a_list_are_read(store):
     keys = [f"n/{i:05}" for i in range(1010)]

@@ -196,7 +196,7 @@ def test_a_store_that_is_away_for_some_seconds_costs_nothing(study, s3):
 
 
 def test_a_store_that_stays_away_ends_the_sweep_and_nothing_is_lost(study, s3, capsys):
-    study.more["timeout_s"] = 2.0
+    study.more["timeout_s"] = 1.0
     with s3.link() as link, s3.environment(link, XDG_CACHE_HOME=os.environ["XDG_CACHE_HOME"]):
         reported = []
 

@@ -32,7 +32,6 @@ def start(tmp_path, monkeypatch, capsys):
     return begin
 
 
-@pytest.mark.parametrize("dry", [("--dry_run",), ()], ids=["dry run", "start"])
 @pytest.mark.parametrize(
     ("sweep", "base", "extras", "words"),
     [
@@ -106,11 +105,12 @@ def start(tmp_path, monkeypatch, capsys):
         (LR + "program: train_sweep.py\ncommand: ['${program}', '--dim=32']", "", "", "command: --dim=32 does nothing"),
     ],
 )
-def test_what_a_sweep_does_not_do_is_refused_before_a_study_is_made(start, sweep, base, extras, words, dry):
-    code, _, err = start(sweep, base, extras, *dry)
-    assert code == 2, err
-    assert words in err
-    assert not Path("st").exists()
+def test_what_a_sweep_does_not_do_is_refused_before_a_study_is_made(start, sweep, base, extras, words):
+    for dry in (("--dry_run",), ()):
+        code, _, err = start(sweep, base, extras, *dry)
+        assert code == 2, err
+        assert words in err
+        assert not Path("st").exists()
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,9 @@ with study.hold(lambda line: None):
 
 
 @pytest.mark.parametrize(
-    "ends", [("ends",) * 4, ("refused", "ends", "refused", "ends")], ids=["all", "two are refused"]
+    "ends",
+    [pytest.param(("ends",) * 4, marks=pytest.mark.long), ("refused", "ends", "refused", "ends")],
+    ids=["all", "two are refused"],
 )
 def test_of_first_starts_at_once_each_sees_the_whole_study_of_another_or_none(tmp_path, ends):
     """Real processes: two files for one study. Its definition and its journal are always of one of them."""

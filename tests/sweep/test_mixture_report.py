@@ -25,10 +25,7 @@ def place(tmp_path_factory):
     return cache(lambda *size: made_mixtures(tmp_path_factory.mktemp("mixtures"), *size))
 
 
-FEW_AND_MANY = pytest.mark.parametrize("sets", [2, 3, pytest.param(4, marks=pytest.mark.long)])
-
-
-@FEW_AND_MANY
+@pytest.mark.parametrize("sets", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_the_text_has_shares_surface_effects_and_what_sets_do_together(place, sets, tmp_path, capsys):
     assert main(["report", str(place(sets)), "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -71,7 +68,7 @@ def test_a_trial_that_diverged_is_in_no_law(place):
     assert np.abs(found.best(spaces) - right.best(spaces)).max() < 0.1
 
 
-@FEW_AND_MANY
+@pytest.mark.parametrize("sets", [3, *(pytest.param(sets, marks=pytest.mark.long) for sets in (2, 4))])
 def test_all_of_it_is_json_and_on_the_page(place, sets, tmp_path, capsys):
     assert main(["report", str(place(sets)), "--json", "--out", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)["mixture"]

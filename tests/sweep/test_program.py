@@ -116,6 +116,7 @@ def test_the_objective_is_what_it_logs(tmp_path):
     assert last["fail"]["kind"] == "nan"
 
 
+@pytest.mark.long  # test_outcome.py has its last words
 def test_one_that_raises_fails_with_its_last_line(tmp_path):
     _, reports, last = split(run(wandb_task(tmp_path, "2", "val_loss", "raise")))
     assert len(reports) == 2

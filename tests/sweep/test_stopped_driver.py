@@ -13,7 +13,7 @@ from roxxel_dist.cluster.awake_clock import AwakeClock
 
 TIMES = {"cluster.awake_clock.GAP_S": 0.5, "sweep.executors.ray_executor.LOST_S": 2.0}
 TIMES |= {"sweep.executors.ray_executor.ASK_S": 0.2}
-STOPS, STOP_S = 3, 2.5
+STOPS, STOP_S = 2, 2.5
 
 
 def stop(pids):

@@ -100,7 +100,7 @@ def cases_of(table, often):
     return [pytest.param(*values[name], id=name, marks=marked[name]) for name in table]
 
 
-@pytest.mark.parametrize("text", cases_of(FOUND, {"a child process", "only its summary"}))
+@pytest.mark.parametrize("text", cases_of(FOUND, {"a child process"}))
 def test_the_value_is_found_where_the_run_is(tmp_path, text):
     *_, last = split(run(asked(tmp_path, text)))
     assert last["result"]["value"] == 3.0, last

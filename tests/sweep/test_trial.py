@@ -127,6 +127,7 @@ def test_the_metric_is_named_where_it_was_never_logged(study, done):
     assert "never reported 'val_los': it logged grad_norm, lr, " in last["fail"]["reason"]
 
 
+@pytest.mark.long  # test_outcome.py has its last words, and test_program.py a metric that is no number
 def test_a_loss_that_is_no_number_fails_it(study):
     _, reports, last = split(run(task(study, 1, params={"lr": 1e30}, config=BASE | {"wandb": "off"})))
     assert [step for step, _ in reports] == [1]

@@ -72,7 +72,7 @@ def test_processes_read_the_same(server, local, url, cache, cache_gb):
 
 def test_a_reader_that_is_killed_leaves_a_cache_that_others_use(server, local, url, cache):
     """litData#398: no process waits for what a killed one has left."""
-    with server.link(delay_s=0.02, rate=3e6) as link, server.environment(link):
+    with server.link(delay_s=0.02, rate=1e7) as link, server.environment(link):
         for step in (0, 7):
             reader = start(url, cache)
             while reader.stdout.readline().strip() != str(step):
