@@ -18,12 +18,12 @@ SCALE = 0.25
 @pytest.mark.parametrize(
     ("devices", "rows", "length", "heads", "groups", "window", "packed"),
     [
-        (8, 1, 256, 2, 1, None, False),
+        pytest.param(8, 1, 256, 2, 1, None, False, marks=pytest.mark.long),
         (8, 1, 257, 2, 2, None, True),  # a remainder
         (6, 2, 100, 2, 1, None, True),  # 2 rows x 3 devices
         (8, 6, 64, 2, 2, 9, True),  # 2 groups of 3 rows
         (8, 1, 300, 4, 2, 40, False),  # the neighbours of a window
-        (4, 1, 300, 2, 1, 250, False),  # a window that is nearly the row
+        pytest.param(4, 1, 300, 2, 1, 250, False, marks=pytest.mark.long),  # a window that is nearly the row
         (5, 1, 9, 1, 1, None, False),  # fewer than two tokens a device
     ],
 )
@@ -96,10 +96,14 @@ def test_every_device_has_as_many_keys_to_look_at(devices, length):
 @pytest.mark.parametrize(
     ("devices", "tensor", "rows", "length", "groups", "window", "packed", "calls"),
     [
-        (2, 1, 1, 1024, 1, None, False, {(256, 256, True, False), (256, 256, False, False)}),
+        pytest.param(
+            2, 1, 1, 1024, 1, None, False, {(256, 256, True, False), (256, 256, False, False)}, marks=pytest.mark.long
+        ),
         (4, 1, 2, 1020, 2, None, True, {(256, 256, True, True), (256, 256, False, True)}),  # 2 rows x 2 devices
         (3, 1, 1, 760, 1, 200, True, {(256, 256, True, True), (256, 256, False, True)}),  # the neighbours of a window
-        (3, 1, 1, 760, 1, 700, False, {(128, 128, True, True), (128, 128, False, True)}),  # a window nearly of the row
+        pytest.param(  # a window nearly of the row
+            3, 1, 1, 760, 1, 700, False, {(128, 128, True, True), (128, 128, False, True)}, marks=pytest.mark.long
+        ),
         (4, 2, 1, 1024, 2, None, True, {(256, 256, True, True), (256, 256, False, True)}),  # and heads over "tensor"
         (2, 1, 1, 600, 2, None, False, set()),  # much padding: XLA
     ],
