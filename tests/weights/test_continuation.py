@@ -250,7 +250,7 @@ def make_run(folder, tokenizer, vocab_size=None):
     return folder
 
 
-@pytest.mark.parametrize("name", ["bpe", "llama 2"])
+@pytest.mark.parametrize("name", [pytest.param("bpe", marks=pytest.mark.long), "llama 2"])
 def test_every_way_of_generating(tmp_path, capsys, name):
     run = make_run(tmp_path / "run", KINDS[name]())
     generator = Generator(run)
@@ -302,7 +302,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 50.0}, {"temperature": 50.0, "top_k": 30}])
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 50.0, "top_k": 30}])
 def test_ids_without_text_are_never_drawn(network, sampling):
     model, known = NETWORKS[network](64), [*range(5, 20), 22, 63, 70]
     options = {"max_context": 64, "sampling": Sampling(**sampling), "known_V": known_ids(known, 64)}
@@ -328,7 +328,9 @@ def with_gap(tokenizer):
     return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(described)))
 
 
-@pytest.mark.parametrize("name", GAPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "char" else ()) for name in GAPS]
+)
 def test_a_vocabulary_larger_than_the_tokenizers(tmp_path, name):
     tokenizer = made(GAPS[name], tmp_path)
     run = make_run(tmp_path / "run", tokenizer, vocab_size=2 * tokenizer.vocab_size)
