@@ -85,7 +85,7 @@ def test_work_of_local_and_global_layers():
     assert whole - both == 2 * 16 * 6 * 2 * 4 * 8
 
 
-@pytest.mark.parametrize(("window", "packed"), [(None, False), (100, True)])
+@pytest.mark.parametrize(("window", "packed"), [pytest.param(None, False, marks=pytest.mark.long), (100, True)])
 def test_soft_caps_in_blocks_and_at_once(window, packed):
     """Scores are far beyond the cap, so that its gradient counts."""
     keys = jax.random.split(jax.random.key(0), 4)

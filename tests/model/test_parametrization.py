@@ -116,7 +116,10 @@ def test_a_model_of_ones_own_has_the_scales_of_its_base(base, monkeypatch):
     assert parameter_widths(config, build)["out.kernel"].adam_rate == 0.25
 
 
-@pytest.mark.parametrize("kind", ["adamw", "nadamw", "adafactor", "lion", "sgd", "muon"])
+@pytest.mark.parametrize(
+    "kind",
+    ["adamw", "sgd", "muon", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("nadamw", "adafactor", "lion"))],
+)
 def test_rates_follow_the_width_and_decay_does_not(kind):
     shapes = {"a.kernel": (16, 32), "embed.embedding": (50, 16), "norm.scale": (16,)}
     of_widths = {"a.kernel": Width(4, 2, 2), "embed.embedding": Width(1, 4, 4), "norm.scale": Width(1, 4, 4)}

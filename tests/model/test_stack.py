@@ -126,7 +126,7 @@ def test_work_is_counted_alike():
         assert stack.flops_per_token(9) == blocks.flops_per_token(9)
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.long), True])
 def test_what_checkpoints_compute_again(scan):
     """Of a long row: the products with weights and not attention; products: neither."""
     shape = {"max_context": 2000, "scan_layers": scan, "dim": 32}

@@ -102,7 +102,7 @@ def test_what_is_no_range(text):
     assert CheckpointRange.parse(text) is None
 
 
-@pytest.mark.parametrize("weights", ["uniform", "1-sqrt"])
+@pytest.mark.parametrize("weights", [pytest.param("uniform", marks=pytest.mark.long), "1-sqrt"])
 def test_it_is_the_mean_of_the_parameters(run, tmp_path, weights):
     said = merge_run(f"{run}@2:8", tmp_path / "merged", weights=weights)
     steps = [2, 4, 6, 8]
