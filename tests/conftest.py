@@ -46,6 +46,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=200, deadline=None)
 settings.load_profile("few")
+LARGE_BYTES, GROWTH_BYTES = 900 * 2**20, 200 * 2**20  # a worker of the tests stays below 1.5 GB
+KEPT_BYTES = pytest.StashKey[int]()  # of the process behind the last time that it dropped them
 
 
 class ByFile(LoadGroupScheduling):
@@ -80,20 +82,25 @@ def jax_devices():
     jax.devices()
 
 
-FULL = 600 * 2**20  # bytes of a worker, of which imports are half: a module adds up to as much
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item, nextitem):
-    """A module leaves its programs, traces and arrays, which no other asks for: a worker with much of that drops it."""
-    yield
-    if nextitem is not None and nextitem.path == item.path:
-        return
-    if psutil.Process().memory_info().rss > FULL:
+def pytest_runtest_teardown(item):
+    """Drops jax's traces and compiled programs where the process is large and has grown.
+
+    They would stay as long as the process, 5 GB at its end. Tests that follow read the programs again from the
+    compilation cache.
+    """
+    result = yield
+    if resident_bytes() > max(LARGE_BYTES, item.config.stash.get(KEPT_BYTES, 0) + GROWTH_BYTES):
         jax.clear_caches()
         gc.collect()
         if sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)
+            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is free
+        item.config.stash[KEPT_BYTES] = resident_bytes()
+    return result
+
+
+def resident_bytes():
+    return psutil.Process().memory_info().rss
 
 
 @pytest.fixture(autouse=True)

@@ -212,11 +212,12 @@ def test_auto_is_xla_on_a_cpu():
     ],
 )
 def test_a_kernel_that_is_not_here_is_refused(kernel, message):
-    model = Transformer(ModelConfig(dim=32, num_blocks=1, vocab_size=50, attention=kernel), nnx.Rngs(0))
+    config, tokens = ModelConfig(dim=32, num_blocks=1, vocab_size=50, attention=kernel), jnp.zeros((1, 8), jnp.int32)
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
     with pytest.raises(ValueError, match=message):
-        model(jnp.zeros((1, 8), jnp.int32))
+        nnx.eval_shape(lambda model: model(tokens), model)
     # A cache has a mask of its own, and needs none of them.
-    logits, _ = model(jnp.zeros((1, 8), jnp.int32), cache=model.empty_cache())
+    logits, _ = nnx.eval_shape(lambda model: model(tokens, cache=model.empty_cache()), model)
     assert logits.shape == (1, 8, 50)
 
 

@@ -1,5 +1,7 @@
 """What transformers makes of models on disk, run by an interpreter of its own: JSON on stdin, JSON on stdout.
 
+On stdin is {"read": …, "make": …}, on stdout what `read` gives.
+
 read: {folder: [text, …]} -> {folder: [[id, …], …]}, and in each folder logits.npy of the tokens 0, 7, 14, …, and
     greedy.npy, what it adds to the first of them
 make: {folder: {config}} -> a random model in each folder, and the same two files
@@ -50,8 +52,9 @@ def make(asked):
                     one.add_(torch.randn_like(one), alpha=0.3)
         model.save_pretrained(folder, max_shard_size=limit)
         write_logits(model, folder)
-    return {}
 
 
 if __name__ == "__main__":
-    print(json.dumps({"read": read, "make": make}[sys.argv[1]](json.load(sys.stdin))))
+    asked = json.load(sys.stdin)
+    make(asked["make"])
+    print(json.dumps(read(asked["read"])))

@@ -112,11 +112,14 @@ pytestmark = [
 ]
 
 
-def ask(what, asked):
-    words = [INTERPRETER, "-W", "ignore", ROOT / "tests" / "support" / "hf_reference.py", what]
+def ask(read, make):
+    words = [INTERPRETER, "-W", "ignore", ROOT / "tests" / "support" / "hf_reference.py"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment = kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    asked = {str(folder): one for folder, one in asked.items()}
+    asked = {
+        what: {str(folder): one for folder, one in folders.items()}
+        for what, folders in {"read": read, "make": make}.items()
+    }
     result = subprocess.run(
         words, input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=280
     )
@@ -139,22 +142,34 @@ def greedy(model):
     return generate(model, prompt, 12, max_context=model.config.max_context, temperature=0)
 
 
-def wanted(request):
-    """The variants that this call of pytest is for."""
+def wanted(request, fixture):
+    """The variants of a fixture that this call of pytest is for."""
     here = [item for item in request.session.items if getattr(item, "module", None) is request.module]
-    asked = [item for item in here if request.fixturename in item.fixturenames]
-    return {item.callspec.params["name"] for item in asked}
+    return {item.callspec.params["name"] for item in here if fixture in item.fixturenames}
 
 
 @pytest.fixture(scope="module")
-def exported(request, tmp_path_factory):
-    """(folder, what transformers made of it) of the variants; it reads them all at once."""
-    work, names = tmp_path_factory.mktemp("exported"), wanted(request)
+def answered(request, tmp_path_factory):
+    """(folder of exported runs, folder of models of transformers, ids); transformers begins once for all variants."""
+    work, theirs = tmp_path_factory.mktemp("exported"), tmp_path_factory.mktemp("theirs")
+    names = wanted(request, "exported")
     for name in names:
         fields = OURS[name]
         limit = "20KB" if name == "mixtral" else "5GB"
         export_run(make_run(work / f"{name}_run", **fields), "hf", work / name, max_shard_size=limit)
-    return work, ask("read", {work / name: [TEXT] for name in names})
+    made = {theirs / name: {**PLAIN, **THEIRS[name]} for name in wanted(request, "theirs")}
+    return work, theirs, ask({work / name: [TEXT] for name in names}, made)
+
+
+@pytest.fixture(scope="module")
+def exported(answered):
+    work, _, ids = answered
+    return work, ids
+
+
+@pytest.fixture(scope="module")
+def theirs(answered):
+    return answered[1]
 
 
 @pytest.mark.parametrize("name", in_ci(OURS, "gemma3"))
@@ -169,13 +184,6 @@ def test_transformers_gives_our_logits_and_ids(exported, name):
     assert len(list((work / name).glob("*.safetensors"))) == 1 or name == "mixtral"
     again = Transformer.from_pretrained(work / name)
     assert np.array_equal(logits(again), expected), "there and back, nothing is lost"
-
-
-@pytest.fixture(scope="module")
-def theirs(request, tmp_path_factory):
-    work = tmp_path_factory.mktemp("theirs")
-    ask("make", {work / name: {**PLAIN, **THEIRS[name]} for name in wanted(request)})
-    return work
 
 
 @pytest.mark.parametrize("name", in_ci(THEIRS, "qwen3_moe"))
