@@ -69,7 +69,7 @@ def of_one_device(packed, how):
 
 
 def collectives_in_loops(text):
-    """The lines of the bodies of loops, and of what they call, that send more than 64 numbers."""
+    """The lines of a program that send more than 64 numbers within a loop."""
     lines = [line for line in text.splitlines() if "/while/" in line and "channel_id" in line]
     return [line for line in lines if np.prod([int(n) for n in line.split("[")[1].split("]")[0].split(",") if n]) > 64]
 
