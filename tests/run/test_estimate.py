@@ -239,6 +239,23 @@ def test_a_run_that_max_steps_ends(corpus):
     assert found.notes == ("max_steps ends the run after step 3 of 7; the learning rate follows all 7",)
 
 
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        ({"grad_accum": 1}, ""),
+        ({"grad_accum": 2, "fsdp": True}, "the gradient of 2 micro-batches is summed on each device, which takes "),
+        ({"grad_accum": 2, "virtual_shards": 8}, ""),
+    ],
+    ids=["one batch", "micro-batches", "virtual shards"],
+)
+def test_what_micro_batches_send_is_told(corpus, monkeypatch, fields, note):
+    monkeypatch.setenv("PJRT_NPROC", "16")
+    found = estimate(Config(**WIDE | fields), corpus_path(corpus), SIMULATED)
+    told = [line for line in found.notes if "micro-batches" in line]
+    assert len(told) == bool(note)
+    assert all(line.startswith(note) for line in told)
+
+
 def test_max_steps_makes_no_run_longer(corpus):
     found = estimate(Config(**ONE, max_steps=8), corpus_path(corpus), SIMULATED)
     assert found.notes == ("max_steps is 8, and the phases end after 4: give them more epochs, or steps, for more",)

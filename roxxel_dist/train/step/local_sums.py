@@ -49,7 +49,7 @@ class LocalSums:
 
     def run(self, function: Callable[..., Any], params: Leaves, hparams: Leaves, batch: Any) -> Any:
         """`function(params, hparams, batch)` of each device's rows: (the gradient, as `gradient` adds it up; a tree of
-        what is equal on all devices; a tree of arrays [B, ...] of its rows)."""
+        numbers that all devices share; a tree of arrays [B, ...] of its rows)."""
         # An axis along which nothing is cut is no axis to cut along either: kernels then find a device alone.
         manual = {axis for axis, count in self.mesh.shape.items() if axis in self.axes or count == 1}
         rows, gradient = P(self.axes), {name: P(*(axes or None for axes in self.cuts[name])) for name in params}
