@@ -63,10 +63,9 @@ GPUS = {
     "h200": Gpu("NVIDIA H200", (9, 0), 132, 128, 228, 50, 1.98, 150_000_000_000, 4800),
     "b200": Gpu("NVIDIA B200", (10, 0), 148, 128, 228, 126, 1.97, 190_000_000_000, 8000),
 }
-GPU_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-"""To measure kernels needs the device: there XLA takes the faster of cuBLAS and Triton for each matrix product. Without
-measuring it takes Triton for all of them, with tiles that nothing chose, and compiles some for minutes. All else is as
-on the device."""
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+"""A GPU measures cuBLAS and Triton for each matrix product, and takes the faster one. Without a GPU XLA takes Triton,
+with tiles that nothing chose. All else is as on the device."""
 
 
 class MissingCompiler(Exception):
