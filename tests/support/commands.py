@@ -64,7 +64,7 @@ def command(*words):
 def run(*words, cwd, timeout=240, **more):
     """Run `roxxel-dist WORDS` to its end, without a warning that a call of this package will soon not work."""
     env = environment(**more)
-    if warm.can_run(words):
+    if warm.can_run(words) and "PYTHONUTF8" not in more:  # which decides how the words themselves are read
         done = warm.run([*map(str, words)], cwd, env, timeout)
     else:
         done = subprocess.run(command(*words), cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)

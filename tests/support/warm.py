@@ -23,7 +23,7 @@ from typing import Any
 from one_process import COMMANDS
 
 IMPORTS = ("jax.numpy", "flax.nnx", "optax", "orbax.checkpoint", "roxxel_dist.cli", "roxxel_dist.run.experiment")
-AT_IMPORT = ("JAX", "XLA", "PJRT", "PYTHON", "LD_", "OMP", "TF_", "PATH", "HOME", "VIRTUAL_ENV", "TESTS_OF", "LC_", "LANG")
+AT_IMPORT = ("JAX", "XLA", "PJRT", "PYTHON", "LD_", "OMP", "TF_", "PATH", "HOME", "VIRTUAL_ENV", "TESTS_OF")
 """How the names of variables begin that are read while Python starts and jax is imported."""
 Done = subprocess.CompletedProcess[str]
 SERVERS: dict[tuple[tuple[str, str], ...], "Warm"] = {}
