@@ -17,7 +17,11 @@ CONTROLLER, HOSTS = "controller", "hosts"
 CONTAINER = "host"
 VIA = f"kubectl exec -i job/{{host}} -c {CONTAINER} --"
 AGENTS = 'grep -ls "launcher.host.[a]gent" /proc/[0-9]*/cmdline'
-ASK_AGENTS = f"for p in $({AGENTS}); do p=${{p#/proc/}}; kill -TERM ${{p%/*}}; done; while {AGENTS}; do sleep 1; done"
+# What grep prints decides, not its code: that of a process which ends meanwhile is 2, with and without agents.
+ASK_AGENTS = (
+    f"for p in $({AGENTS}); do p=${{p#/proc/}}; kill -TERM ${{p%/*}}; done; "
+    f'while [ -n "$({AGENTS})" ]; do sleep 1; done'
+)
 WAIT = [
     "sh",
     "-c",
