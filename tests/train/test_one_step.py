@@ -59,7 +59,8 @@ def test_the_readme_lists_the_files_that_a_step_crosses(corpus, tmp_path, monkey
     called = {file for _, file in calls[steps[2] : steps[19]]}
     assert called | {"train/loop.py"} == listed("On the host, every step")  # whose one function calls the others
     programs, position = made.loop.programs, made.loop.position
-    step = make_step(position.split, token_losses, optimizer, programs.like, made.loop.parts.sharding)
+    sharding = made.loop.parts.sharding
+    step = make_step(position.split, token_losses, optimizer, programs.like, sharding, grad_accum=2)
     batch = programs.stream_from(0).abstract()
     with jax.set_mesh(made.mesh):
         traced = crossed(lambda: step.trace(programs.like, position.hparams, batch))
