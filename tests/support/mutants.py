@@ -2,8 +2,8 @@
 
 mutants.json has small mistakes in the launcher, the trainer, the model, the sweeps and the data: lines as they are and
 as they would be wrong, and the tests that are to fail then. 59 were drawn at random; the others are of ten files that
-decide most. Each is put into a copy of the
-tree, and these tests are run there. Exit code 1 if a mutant survives or its lines are not found any more.
+decide most. Each is put into a copy of the tree, and these tests are run there. Exit code 1 if a mutant survives or
+its lines are not found any more.
 """
 
 import importlib
