@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -305,8 +305,16 @@ class _Analysis:
         copied = self._by_name[where].get(each.operands[0])
         if copied is not None and copied.opcode != "parameter" and (found := self._paths(where, copied)):
             return found
-        takers = (other.path for other in self.computations[where] if each.name in other.operands)
-        return tuple(path for path in takers if path)
+        return tuple(self._takers(where, each.name))
+
+    def _takers(self, where: str, name: str) -> Iterator[str]:
+        """Where what takes a result was traced; behind the end of an asynchronous copy, what takes the copy."""
+        for other in self.computations[where]:
+            if name in other.operands:
+                if other.path:
+                    yield other.path
+                elif other.opcode in ("copy-done", "slice-done", "bitcast"):
+                    yield from self._takers(where, other.name)
 
     def _product(self, where: str, each: Instruction) -> float:
         """FLOPs of an instruction within a fusion."""

@@ -187,8 +187,7 @@ def test_a_tpu_slice(work):
         assert step["roofline_seconds"] >= max(step["bound_seconds"].values())
         assert sum(part["flops"] for part in parts.values()) == pytest.approx(step["flops_per_device"])
         assert sum(part["sent_bytes"] for part in parts.values()) == pytest.approx(sum(step["collectives"].values()))
-        # What the compiler copies without a name; of steps of 10 microseconds it is a larger share than of real ones.
-        assert parts.get("other", {"milliseconds": 0})["milliseconds"] < 0.25 * 1000 * step["roofline_seconds"]
+        assert parts.get("other", {"milliseconds": 0})["milliseconds"] < 0.1 * 1000 * step["roofline_seconds"]
     assert "optimizer" in {part["part"] for part in phase["target"]["costs"]}
     assert phase["target"]["flops_per_device"] * 4 == pytest.approx(phase["flops"] / phase["steps"], rel=0.1)
     assert {"all-gather", "all-reduce"} & set(phase["target"]["collectives"])
