@@ -8,11 +8,14 @@ of its own takes away what is half made, and the process leaves with 128 + the s
 
 import contextlib
 import os
+import secrets
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -91,6 +94,25 @@ def cleanup(act: Callable[[], Any]) -> Iterator[None]:
         yield
     finally:
         _cleanups.remove(act)
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str, parent: Path) -> Iterator[Path]:
+    """A new folder within `parent`, deleted at the end and before the process leaves by a signal.
+
+    What deletes it is there before the folder is, so that no signal comes between.
+    """
+    folder = parent / f"{prefix}{secrets.token_hex(4)}"
+
+    def take_away() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    try:
+        with cleanup(take_away):
+            folder.mkdir()
+            yield folder
+    finally:
+        take_away()
 
 
 def leave(number: int) -> NoReturn:

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -234,18 +232,14 @@ def temporary_folder(data_path: str | Path | None, command: str) -> Iterator[Pat
     if data_path is None or is_tokens(data_path):
         yield Path()
         return
-    folders: list[str] = []
-    on_primary("folder for the corpus", lambda: folders.append(tempfile.mkdtemp(prefix=f".{command}-", dir=Path.cwd())))
+    with _ended_by_signals(), contextlib.ExitStack() as held:
+        made: list[Path] = []
 
-    def take_away() -> None:
-        for folder in folders:
-            shutil.rmtree(folder)
+        def make() -> None:
+            made.append(held.enter_context(interrupt.temporary_folder(f".{command}-", Path.cwd())))
 
-    try:
-        with _ended_by_signals(), interrupt.cleanup(take_away):
-            yield Path(broadcast_from_primary("folder of the corpus", "".join(folders))) / "data"
-    finally:
-        take_away()
+        on_primary("folder for the corpus", make)
+        yield Path(broadcast_from_primary("folder of the corpus", "".join(map(str, made)))) / "data"
 
 
 @contextlib.contextmanager

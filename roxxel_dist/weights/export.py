@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +70,14 @@ def export_run(
     weights = weights.merged() if merge_lora else weights
     params = weights.params if dtype is None else {name: _cast(array, dtype) for name, array in weights.params.items()}
     make_folder(out.parent)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        with interrupt.cleanup(lambda: shutil.rmtree(folder, ignore_errors=True)):
-            folder.chmod(0o755)  # mkdtemp makes a folder that only its owner can read
-            if format == "hf":
-                _write_hf(folder, weights, params, limit)
-            else:
-                _write_own(folder, weights, params, format, limit)
-            written = {path.name: FileDigest.of(path) for path in sorted(folder.iterdir())}
-            DigestTable(step=weights.step, files=written).write(folder / TABLE)
-            _put(folder, out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with interrupt.temporary_folder(f".{out.name}-", out.parent) as folder:
+        if format == "hf":
+            _write_hf(folder, weights, params, limit)
+        else:
+            _write_own(folder, weights, params, format, limit)
+        written = {path.name: FileDigest.of(path) for path in sorted(folder.iterdir())}
+        DigestTable(step=weights.step, files=written).write(folder / TABLE)
+        _put(folder, out)
     count, size = (sum(getattr(array, what) for array in params.values()) for what in ("size", "nbytes"))
     lost = "" if weights.tokenizer is None else Tokenizer.load(weights.tokenizer).losses
     return f"step {weights.step} of {run}: {count:,} parameters, {size / 1e6:,.1f} MB, in {out}" + (

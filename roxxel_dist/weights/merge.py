@@ -5,8 +5,6 @@ much as it would under a lower one (Tian et al. 2025, "WSM", arXiv 2507.17634).
 """
 
 import dataclasses
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -77,17 +75,12 @@ def merge_run(run: str | Path, out: str | Path, *, weights: MergeWeights = "unif
         rest = files.read_named(store.folder / str(steps[-1]), {name for name in saved.shapes if _is_rest(name)})
     record = {"run": absolute(named.run), "steps": steps, "weights": weights, "shares": shares}
     make_folder(out.parent)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        with interrupt.cleanup(lambda: shutil.rmtree(folder, ignore_errors=True)):
-            folder.chmod(0o755)  # mkdtemp makes a folder that only its owner can read
-            _write(folder, params, rest, saved, steps[-1])
-            _describe(folder, local_run(named.run), last[0], record)
-            sync_folder(folder)
-            folder.rename(out)
-            sync_folder(out.parent)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with interrupt.temporary_folder(f".{out.name}-", out.parent) as folder:
+        _write(folder, params, rest, saved, steps[-1])
+        _describe(folder, local_run(named.run), last[0], record)
+        sync_folder(folder)
+        folder.rename(out)
+        sync_folder(out.parent)
     size = sum(array.size for array in params.values())
     return f"steps {', '.join(map(str, steps))} of {named.run} ({weights}): {size:,} parameters, in {out}"
 

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.checkpoint.metadata import CheckpointMetadata
+from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
 from roxxel_dist.cluster.distributed import make_devices
@@ -38,7 +39,7 @@ from roxxel_dist.run.components import RunComponents, build_components, open_cor
 from roxxel_dist.run.estimate.abstract_steps import StepMemory, Steps, memory_analysis
 from roxxel_dist.run.estimate.exact_memory import ExactMemory
 from roxxel_dist.run.estimate.target_phases import cure, on_target
-from roxxel_dist.run.estimate.target_process import Report, call_for_target, folder_for_shards
+from roxxel_dist.run.estimate.target_process import Report, call_for_target
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase
 from roxxel_dist.run.metadata import data_of, saved_config
 from roxxel_dist.run.record import check_resumable, kernel_begun_with, updates_in_blocks
@@ -274,7 +275,7 @@ def _for_target(config: Any, data_path: str | Path | None, request: EstimateRequ
     if "ROXXEL_PROCESS_ID" in os.environ:
         raise UserError(f"target is {target.name}: one process compiles for it, so plan in one that is not launched")
     check_compiler(target, pip_install(target.extra()))
-    with folder_for_shards() as folder:
+    with interrupt.temporary_folder(".plan-", Path.cwd()) as folder:
         return call_for_target(target, _estimate_in_process, config, data_path, request, folder)
 
 

@@ -6,16 +6,13 @@ The compiler is a large C++ library that may look for devices, hold locks and ab
 import contextlib
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster import interrupt
@@ -137,18 +134,3 @@ def _leave_with_caller(connection: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         connection.poll(None)
     os._exit(1)
-
-
-@contextlib.contextmanager
-def folder_for_shards() -> Iterator[Path]:
-    """A folder in the working directory for the shards that the other process makes; it is deleted afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix=".plan-", dir=Path.cwd()))
-
-    def take_away() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    try:
-        with interrupt.cleanup(take_away):
-            yield folder
-    finally:
-        take_away()
