@@ -86,7 +86,8 @@ def __getattr__(name: str) -> Any:
         from roxxel_dist.cluster.versions import check_versions
 
         check_versions()
-        return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+        globals()[name] = value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

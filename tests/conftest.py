@@ -1,6 +1,5 @@
 """What every test shares: simulated devices, a compilation cache, and no silent skips in CI."""
 
-import compileall
 import ctypes
 import gc
 import os
@@ -25,9 +24,9 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    # With PYTHONDONTWRITEBYTECODE each of the many processes of the tests would compile the package.
-    compileall.compile_dir(ROOT / "roxxel_dist", quiet=2)
+# Else each of the many processes of the tests would compile the package, and each worker rewrite all assertions.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import jax
 import psutil
@@ -91,6 +90,8 @@ def pytest_runtest_teardown(item):
     """
     result = yield
     if resident_bytes() > max(LARGE_BYTES, item.config.stash.get(KEPT_BYTES, 0) + GROWTH_BYTES):
+        if "kept_steps" in sys.modules:
+            sys.modules["kept_steps"].forget()
         jax.clear_caches()
         gc.collect()
         if sys.platform == "linux":

@@ -4,15 +4,9 @@ Each trainer makes functions of its own, which jax has never seen. Here the func
 and a trainer of equal parts (the same model, loss function, optimizer, shapes and devices) gets those.
 """
 
-import ctypes
-import gc
-import mmap
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from roxxel_dist.train import programs
@@ -22,8 +16,6 @@ PLACES = ((programs, ("make_step", "make_eval_step")), (state, ("_trace", "_init
 """The modules and the functions whose results are kept."""
 MOST = 50
 """Results of a function that are kept."""
-LIMIT = 1 << 30
-"""Bytes of this process from which on nothing is kept from one module of tests to the next."""
 
 
 class Kept:
@@ -62,20 +54,12 @@ def kept() -> Iterator[None]:
         for module, name, function in KEPT:
             patch.setattr(module, name, function)
         yield
-    give_back_memory()
 
 
-def give_back_memory() -> None:
-    """Forget all programs where this process has become large: jax keeps what it has traced and compiled."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
-    if pages * mmap.PAGESIZE < LIMIT:
-        return
+def forget() -> None:
+    """Forget all of them, as `tests/conftest.py` does where this process has become large."""
     for *_, function in KEPT:
         function.known.clear()
-    jax.clear_caches()
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def cut_small_arrays(monkeypatch):
 def taken(mesh, *, fsdp=True, **fields):
     """(the split model, its state, the hparams) of a Transformer."""
     model = Transformer(ModelConfig(**SHAPE | fields), nnx.Rngs(params=0, dropout=1))
-    split, state, hparams = init_state(model, InitialState(as_optimizer(optax.sgd(1.0))), mesh, fsdp=fsdp)
+    split, state, hparams = init_state(model(), InitialState(as_optimizer(optax.sgd(1.0))), mesh, fsdp=fsdp)
     return split, state, hparams | scalars_on(mesh, {"spike_factor": 0.0})
 
 
@@ -129,11 +129,12 @@ def told(mesh=None, loss_fn=token_losses, rows=ROWS, model=None, **fields):
     mesh = mesh or make_mesh(fsdp=8)
     split, state, hparams = taken(mesh, **fields)
     if model is not None:
-        split, state, hparams = init_state(model, InitialState(as_optimizer(optax.sgd(1.0))), mesh, fsdp=True)
+        split, state, hparams = init_state(model(), InitialState(as_optimizer(optax.sgd(1.0))), mesh, fsdp=True)
     return accumulation(split, loss_fn, state, hparams, batch_sharding(mesh), (rows, LENGTH), COUNT, None)
 
 
-OWN = Bigram(ModelConfig(dim=16, vocab_size=64), nnx.Rngs(params=0))
+def own():
+    return Bigram(ModelConfig(dim=16, vocab_size=64), nnx.Rngs(params=0))
 
 
 class Inside(nnx.Module):
@@ -153,8 +154,8 @@ def with_a_part():
     ("how", "text"),
     [
         ({"loss_fn": lambda model, batch: 0.0}, "a loss of your own"),
-        ({"model": OWN}, "a model of your own"),
-        ({"model": with_a_part()}, "a model of your own"),
+        ({"model": own}, "a model of your own"),
+        ({"model": with_a_part}, "a model of your own"),
         ({"use_moe": True, "n_experts": 2, "top_k_mlp": 1}, "the balance of experts"),
         ({"dropout_rate": 0.1}, "dropout"),
         ({"rows": 4 * COUNT}, "the devices do not divide its rows"),
