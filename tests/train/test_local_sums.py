@@ -41,7 +41,7 @@ def cut_small_arrays(monkeypatch):
 def taken(mesh, *, fsdp=True, **fields):
     """(the split model, its state, the hparams) of a Transformer."""
     model = Transformer(ModelConfig(**SHAPE | fields), nnx.Rngs(params=0, dropout=1))
-    split, state, hparams = init_state(model(), InitialState(as_optimizer(optax.sgd(1.0))), mesh, fsdp=fsdp)
+    split, state, hparams = init_state(model, InitialState(as_optimizer(optax.sgd(1.0))), mesh, fsdp=fsdp)
     return split, state, hparams | scalars_on(mesh, {"spike_factor": 0.0})
 
 
