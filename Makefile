@@ -40,7 +40,7 @@ test-newest-part: ## a part of them, in about two minutes: what changes with jax
 	@$(MAKE) --no-print-directory test-in-newest MORE='$(ON_NEWEST)'
 
 test-in-newest:
-	@newest=$$($(PYTHON) tests/support/pythons.py) && $(MAKE) --no-print-directory VENV=$(NEWEST) PYTHON=$$newest $(NEWEST)/dev-installed
+	@newest=$$($(PYTHON) tests/support/pythons.py) && PIP_NO_COMPILE=1 $(MAKE) --no-print-directory VENV=$(NEWEST) PYTHON=$$newest $(NEWEST)/dev-installed
 	JAX_COMPILATION_CACHE_DIR=$(abspath $(NEWEST))/xla $(PYTEST:$(BIN)/%=$(NEWEST)/bin/%) $(MORE)
 
 test-docs: $(VENV)/dev-installed ## every block of the documentation and the examples, as they stand
@@ -166,9 +166,10 @@ $(AZURITE)/installed:
 	npm install --silent --no-audit --no-fund --prefix $(AZURITE) azurite@3.35.0
 	@touch $@
 
+# Few of the modules of these are imported: each is compiled when it is, which is half of an installation.
 $(HF)/installed: tests/support/hf_requirements.txt
 	$(PYTHON) -m venv $(HF) || { rm -rf $(HF); exit 2; }
-	$(HF)/bin/pip install --quiet --requirement tests/support/hf_requirements.txt
+	$(HF)/bin/pip install --quiet --no-compile --requirement tests/support/hf_requirements.txt
 	@touch $@
 
 $(LM_EVAL)/installed: pyproject.toml constraints.txt constraints-newest.txt
@@ -178,12 +179,12 @@ $(LM_EVAL)/installed: pyproject.toml constraints.txt constraints-newest.txt
 
 $(TPU)/installed: tests/support/tpu_requirements.txt pyproject.toml constraints.txt constraints-newest.txt
 	$(PYTHON) -m venv $(TPU) || { rm -rf $(TPU); exit 2; }
-	$(TPU)/bin/pip install --quiet --requirement tests/support/tpu_requirements.txt
+	$(TPU)/bin/pip install --quiet --no-compile --requirement tests/support/tpu_requirements.txt
 	@touch $@
 
 $(CUDA)/installed: tests/support/cuda_requirements.txt pyproject.toml constraints.txt constraints-newest.txt
 	$(PYTHON) -m venv $(CUDA) || { rm -rf $(CUDA); exit 2; }
-	$(CUDA)/bin/pip install --quiet --requirement tests/support/cuda_requirements.txt
+	$(CUDA)/bin/pip install --quiet --no-compile --requirement tests/support/cuda_requirements.txt
 	@touch $@
 
 $(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt constraints-newest.txt benchmarks/requirements.txt

@@ -24,6 +24,10 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 
+os.umask(0o022)  # that another user may read a file is asserted here and there
+# The servers of the tests are on this machine: a proxy is for what pip installs.
+for name in ("no_proxy", "NO_PROXY"):
+    os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "::1")))
 # Else each of the many processes of the tests would compile the package, and each worker rewrite all assertions.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -16,6 +16,12 @@ from roxxel_dist.objects.url import ObjectUrl
 CONNECT_S = 10.0
 ENDPOINT = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[\w./-]*)?")
 ENDPOINT_NAME = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "az": "AZURE_STORAGE_ENDPOINT"}
+CLOUDS = {
+    "s3": "https://s3.amazonaws.com",
+    "gs": "https://storage.googleapis.com",
+    "az": "https://blob.core.windows.net",
+}
+"""Where a bucket is that has no endpoint of its own."""
 NO_KEYS = "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 
 
@@ -65,6 +71,22 @@ def endpoint_of(url: ObjectUrl, environ: Mapping[str, str] = os.environ) -> str:
     """The endpoint from the environment, for messages; "" if there is none."""
     settings = {"s3": _s3_endpoint, "gs": _gs_endpoint, "az": lambda environ: environ.get("AZURE_STORAGE_ENDPOINT")}
     return settings[url.scheme](environ) or ""
+
+
+def proxy_variable(url: ObjectUrl) -> str:
+    """The environment variable that names the proxy on the way to the endpoint, for messages; "" if there is none."""
+    from urllib.request import proxy_bypass
+
+    endpoint = endpoint_of(url) or CLOUDS[url.scheme]
+    scheme, _, rest = endpoint.partition("://")
+    if proxy_bypass(rest.partition("/")[0]):
+        return ""
+    # obstore looks at the name in capitals first, also where it is empty.
+    found = [
+        next((name for name in (f"{what}_proxy".upper(), f"{what}_proxy") if name in os.environ), "")
+        for what in (scheme, "all")
+    ]
+    return next((name for name in found if os.environ.get(name)), "")
 
 
 def _s3_endpoint(environ: Mapping[str, str]) -> str | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from roxxel_dist.objects.connect import ENDPOINT_NAME, endpoint_of
+from roxxel_dist.objects.connect import ENDPOINT_NAME, endpoint_of, proxy_variable
 from roxxel_dist.objects.errors import StoreDeniedError, StoreError, StoreNotFoundError, StorePreconditionError
 from roxxel_dist.objects.url import ObjectUrl
 
@@ -24,7 +24,10 @@ CREDENTIALS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """The meaning of one kind of errors. The texts have fields: {bucket}, {at}, {named}, {credentials}, {endpoint}."""
+    """The meaning of one kind of errors.
+
+    The texts have fields: {bucket}, {at}, {named}, {credentials}, {endpoint}, {proxy}.
+    """
 
     kind: type[StoreError] | None
     cause: str
@@ -63,7 +66,7 @@ NO_ADDRESS = Rule(
 NO_STORE = Rule(
     StoreError, "the server{at} does not support that{named}", "check that {endpoint} is the address of an object store"
 )
-LOST = "check the network and {endpoint}; a larger store_timeout waits longer"
+LOST = "check the network{proxy} and {endpoint}; a larger store_timeout waits longer"
 
 
 def _rules(rule: Rule, codes: str) -> Iterable[tuple[str, Rule]]:
@@ -134,9 +137,11 @@ def failure_of(error: Exception, url: ObjectUrl) -> Failure:
     status = int(match[1]) if (match := STATUS.search(text)) else 0
     rule = _rule(text, type(error).__name__, code, status)
     region = next(filter(None, match.groups())) if (match := REGION.search(text)) else "the bucket's"
-    endpoint = endpoint_of(url)
+    endpoint, proxy = endpoint_of(url), proxy_variable(url)
+    at = f" at {endpoint}" if endpoint else ""
     fields = {
-        "at": f" at {endpoint}" if endpoint else "",
+        "at": f"{at}, through the proxy of {proxy}," if proxy else at,
+        "proxy": f", {proxy}, NO_PROXY" if proxy else "",
         "named": f" ({code or status})" if code or status else "",
         "bucket": url.bucket,
         "credentials": CREDENTIALS[url.scheme],

@@ -22,6 +22,10 @@ CALLS = {
 BOTH = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 
 
+ALONE = {name: "" for what in ("http", "https", "all", "no") for name in (f"{what}_proxy", f"{what}_proxy".upper())}
+"""No proxy, whatever this machine has."""
+
+
 def message(call, url, kind, timeout_s=None):
     """What a call raises; where a server answers, it may take long on a busy machine."""
     limit_s = timeout_s or (0.3 if kind is StoreTimeoutError else 60)
@@ -42,10 +46,14 @@ def message(call, url, kind, timeout_s=None):
          f"does not know the access key (InvalidAccessKeyId): correct {BOTH}"),
         ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, StoreTimeoutError,
          "the endpoint at http://127.0.0.1:1 refuses connections, "),
-        ({"AWS_ENDPOINT_URL": "http://nohost.invalid"}, StoreTimeoutError,
+        (ALONE | {"HTTP_PROXY": "http://me:secret@127.0.0.1:1"}, StoreTimeoutError,
+         ", through the proxy of HTTP_PROXY, refuses connections, "),
+        (ALONE | {"ALL_PROXY": "http://127.0.0.1:1"}, StoreTimeoutError,
+         "check the network, ALL_PROXY, NO_PROXY and AWS_ENDPOINT_URL"),
+        (ALONE | {"AWS_ENDPOINT_URL": "http://nohost.invalid"}, StoreTimeoutError,
          "no host has the name of the endpoint at http://nohost.invalid, "),
     ],
-    ids=["secret", "access-key", "port", "host"],
+    ids=["secret", "access-key", "port", "proxy", "any proxy", "host"],
 )  # fmt: skip
 def test_wrong_settings(server, call, variables, kind, words):
     with server.environment(**variables):
@@ -53,6 +61,7 @@ def test_wrong_settings(server, call, variables, kind, words):
     assert text.startswith(f"{call} s3://bucket/x")
     assert words in text
     assert server.secret_key not in text
+    assert "me:secret" not in text
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call != "delete"])
