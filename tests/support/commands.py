@@ -48,12 +48,14 @@ DEPRECATED = re.compile(r"^.*roxxel_dist/\S+\.py:\d+: (\w*Deprecation|Future)War
 the process of the tests every warning is an error already."""
 KEPT = ("ROXXEL_NO_SKIP", SCALE_ENV)
 """What tests know, beside what an outer launcher leaves."""
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 TERMINAL = {"TERM": "xterm", "COLUMNS": "100"}
 
 
 def environment(**more):
-    """This process's environment without what an outer launcher may have left in it."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("ROXXEL_") or k in KEPT}
+    """This process's environment without what an outer launcher may have left in it, and without the user's proxies."""
+    dropped = {k for k in os.environ if k.lower() in PROXIES or (k.startswith("ROXXEL_") and k not in KEPT)}
+    kept = {k: v for k, v in os.environ.items() if k not in dropped}
     return kept | {"PYTHONWARNINGS": "default"} | more
 
 
