@@ -3,6 +3,7 @@
 import hashlib
 import json
 
+import exact_rows
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from exact_rows import hash_of as hash_of_steps
 from exact_rows import trained
 from flax import nnx
+from models import transformer
 
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cluster.exit_codes import UserError
@@ -164,7 +166,11 @@ def test_slices_of_the_state_have_the_bits_of_the_whole(name, shape, grad_accum,
         "optimizer": as_optimizer(kind), "steps": 2, "average": name == "adamw", "skip_bad": name == "lion",
         "grad_accum": grad_accum, "shards": 4,
     }  # fmt: skip
-    hashes = {layout: hash_of_steps(trained(layout[0], WIDE, [shape], fsdp=layout[1], **options)) for layout in layouts}
+    model = transformer(**exact_rows.SMALL | WIDE)
+    hashes = {
+        layout: hash_of_steps(trained(layout[0], WIDE, [shape], fsdp=layout[1], model=model, **options))
+        for layout in layouts
+    }
     assert len(set(hashes.values())) == 1, hashes
 
 
