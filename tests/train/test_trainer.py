@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from own_model import Attending, Recurrent
-from runs import PHASES, losses, make, model, rows, stop_after, train
+from runs import PHASES, losses, make, model, module, rows, stop_after, train
 
 from roxxel_dist import Checkpointer, Curriculum, Logger, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
@@ -109,7 +109,7 @@ def test_a_curriculum_may_end_in_one_long_row(corpus, tmp_path):
 
 @pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_model_and_the_optimizer_that_it_was_given_are_the_trained_ones(corpus, tmp_path, monkeypatch, stopped):
-    net = model(dropout_rate=0.1)
+    net = module(dropout_rate=0.1)
     before = np.array(net.embedding.embedding[...])
     optimizer = nnx.Optimizer(net, optax.adam(3e-2), wrt=nnx.Param)
     if stopped:
@@ -121,7 +121,8 @@ def test_the_model_and_the_optimizer_that_it_was_given_are_the_trained_ones(corp
     assert (before != net.embedding.embedding[...]).any()
     tokens = np.arange(16)[None]
     net.eval()
-    np.testing.assert_allclose(net(tokens), made.state.model(tokens), rtol=1e-5, atol=1e-5)
+    logits = nnx.jit(lambda model, tokens: model(tokens))
+    np.testing.assert_allclose(logits(net, tokens), logits(made.state.model, tokens), rtol=1e-5, atol=1e-5)
     moments = nnx.state(optimizer.opt_state)
     count, first = jax.tree.leaves(moments)[0], dict(nnx.to_flat_state(moments))
     assert int(count) == steps
@@ -159,12 +160,12 @@ MIXING = {
 def test_what_is_repeated_of_a_model_of_ones_own_is_told_once(kind, corpus, tmp_path):
     """Of a recurrent network all devices do all, and the head alone is divided."""
     is_divided = kind == "by the package's attention"
-    phases = [Phase(1, 8, 17), Phase(1, 1, 129), *([] if is_divided else [Phase(1, 1, 257)])]
+    phases = [Phase(1, 1, 129), *([] if is_divided else [Phase(1, 1, 257)])]
     train(corpus, tmp_path / "run", phases, model=MIXING[kind], val_fraction=0, mesh=make_mesh())
     text = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     told = re.findall(r"warning: in phase (\d) 8 devices do ([\d.]+) times the work of one", text)
     assert text.count("warning: ") == len(told) == (not is_divided)
-    assert not told or (told[0][0] == "2" and float(told[0][1]) > 2)
+    assert not told or (told[0][0] == "1" and float(told[0][1]) > 2)
 
 
 def test_blends_train(corpus, tmp_path):
@@ -205,7 +206,7 @@ def test_the_meter_leaves_out_pauses(monkeypatch):
 
 
 def test_a_logger_and_a_checkpointer_of_ones_own(corpus, tmp_path, capfd):
-    net = model()
+    net = module()
     optimizer = nnx.Optimizer(net, optax.adam(3e-2), wrt=nnx.Param)
     logger = Logger(tmp_path / "mine", "my")
     checkpointer = Checkpointer(tmp_path / "kept", net, optimizer, max_to_keep=1)
@@ -222,7 +223,7 @@ def test_a_logger_and_a_checkpointer_of_ones_own(corpus, tmp_path, capfd):
     with pytest.raises(ValueError, match="has the checkpoints of a Trainer, which alone saves there"):
         checkpointer.save(14)
     # Restored by a user's own program.
-    again = model()
+    again = module()
     other = nnx.Optimizer(again, optax.adam(3e-2), wrt=nnx.Param)
     with Checkpointer(tmp_path / "kept", again, other) as reader:
         assert reader.restore() == 13
