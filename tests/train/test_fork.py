@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -44,7 +45,8 @@ def contents(path):
 
 def test_a_stable_phase_and_a_fork_are_one_long_run(corpus, tmp_path):
     """Both are equal to the bit, decay and dropout included; the run that is forked goes on as if nothing was."""
-    options = {"phases": [Phase(13, 8, 17)], "model": lambda: model(dropout_rate=0.2), "val_fraction": 0.0}
+    dropping = partial(model, dropout_rate=0.2)
+    options = {"phases": [Phase(13, 8, 17)], "model": dropping, "val_fraction": 0.0}
     whole = train(corpus, tmp_path / "whole", optimizer=by(**DECAY), **options)
     train(corpus, tmp_path / "stable", optimizer=by(**STABLE), max_to_keep=None, **options)
     before = contents(tmp_path / "stable")
