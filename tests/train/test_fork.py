@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import PHASES, losses, make, model, saved, told, train
+from runs import PHASES, losses, make, model, module, saved, told, train
 
 from roxxel_dist import Phase
 from roxxel_dist.checkpoint.metadata import CheckpointRef, ResumeSpec
@@ -120,7 +120,7 @@ def test_names_of_checkpoints():
 def test_weights_alone(corpus, finished_run, tmp_path):
     """Of a callable and of a module: the parameters are theirs, and all else is new."""
     first = make(corpus, tmp_path / "other", init_from=f"{finished_run}@8")
-    last = make(corpus, tmp_path / "other2", init_from=str(finished_run), model=model())
+    last = make(corpus, tmp_path / "other2", init_from=str(finished_run), model=module())
     end = make(corpus, finished_run)
     fresh = make(corpus, tmp_path / "fresh")
     for made in (first, last, end, fresh):

@@ -47,7 +47,7 @@ def read(path):
 def scaled(data, tmp_path_factory):
     """A run whose rate is scaled by a square root, which is only read."""
     path = tmp_path_factory.mktemp("scaled") / "run"
-    fit(data, path, lr_scaling="sqrt")
+    fit(data, path, lr_scaling="sqrt", val_fraction=0)
     return path
 
 
@@ -73,7 +73,7 @@ def test_it_resumes_in_the_ramp(data, tmp_path, scaled):
     shutil.copytree(scaled, tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "8")
     (tmp_path / "cut" / "training_cursor.json").unlink()
-    again = fit(data, tmp_path / "cut", resume=True, lr_scaling="sqrt")
+    again = fit(data, tmp_path / "cut", resume=True, lr_scaling="sqrt", val_fraction=0)
     assert [(row["train_loss"], row["lr"]) for row in again] == [(row["train_loss"], row["lr"]) for row in whole]
 
 
