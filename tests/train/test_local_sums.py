@@ -30,6 +30,7 @@ MICRO = np.arange(ROWS)[:, None] % COUNT
 SEGMENTS = np.where(MICRO == 0, PLACES, np.where(MICRO == 1, PLACES // (2 + np.arange(ROWS)[:, None] % 3), 0))
 """In the first micro-batch no token counts, in the second fewer than in the others, and not as many in each row."""
 PACKED = Packed(TOKENS, SEGMENTS, PLACES)
+CHUNKS = {"loss_chunk": 8, "weight_tying": False}
 EXPERTS = {"use_moe": True, "n_experts": 2, "top_k_mlp": 1}
 PROGRAMS: dict[tuple, jax.stages.Compiled] = {}
 
@@ -81,7 +82,7 @@ def collectives_in_loops(text):
         pytest.param({"fsdp": 4}, True, {"z_loss": 1e-3}, id="copies of fsdp, packed"),
         pytest.param({"fsdp": 4}, True, {"loss_fn": next_token_loss}, id="one number", marks=pytest.mark.long),
         pytest.param({}, False, {"fsdp": False, "scan_layers": True}, id="data"),
-        pytest.param({"fsdp": 4, "tensor": 2}, False, {"loss_chunk": 8, "weight_tying": False}, id="tensor"),
+        pytest.param({"fsdp": 4, "tensor": 2}, False, CHUNKS, id="tensor", marks=pytest.mark.long),
         pytest.param({"fsdp": 8}, False, {"dtype": jnp.bfloat16}, id="bfloat16", marks=pytest.mark.long),
         pytest.param({"fsdp": 8}, True, EXPERTS | {"dropout_rate": 0.2}, id="experts, dropout"),
     ],

@@ -170,11 +170,13 @@ def test_parameters_cut_over_eight_devices_go_on_over_four(corpus, tmp_path):
 
 
 def with_aux(model, batch):
-    return next_token_loss(model, batch), {"largest": batch.max(), "rows": batch[:, 0], "nested": jnp.float32(2.5)}
+    scalars = {"largest": batch.max(), "nested": jnp.float32(2.5), "balance_loss": jnp.float32(0.25)}
+    return next_token_loss(model, batch), {**scalars, "rows": batch[:, 0]}
 
 
 def as_dict(model, batch):
-    return {"loss": next_token_loss(model, batch), "nested": jnp.float32(2.5), "largest": batch.max()}
+    scalars = {"largest": batch.max(), "nested": jnp.float32(2.5), "balance_loss": jnp.float32(0.25)}
+    return {"loss": next_token_loss(model, batch), **scalars}
 
 
 @pytest.mark.parametrize(("loss_fn", "accumulate"), [(with_aux, 2), pytest.param(as_dict, 1, marks=pytest.mark.long)])
@@ -189,7 +191,11 @@ def test_every_scalar_of_a_loss_is_logged(corpus, tmp_path, loss_fn, accumulate)
         assert row["largest"] == np.mean(largest)
         assert row["nested"] == 2.5
         assert {"grad_norm", "update_norm"} <= set(row)
-        assert "rows" not in row
+        assert row["train_bal"] == 0.25
+        assert not {"rows", "balance_loss"} & set(row)
+    last = rows(tmp_path)[-1]
+    assert last["val_bal"] == 0.25
+    assert f"(Bal: 0.2500) | Val: {last['val_loss']:.4f} (Bal: 0.2500)" in told(tmp_path)
 
 
 def test_the_loss_of_each_data_set_in_a_blend_by_row(corpus, tmp_path):
