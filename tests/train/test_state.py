@@ -69,13 +69,11 @@ class Net(nnx.Module):
 def test_values_do_not_depend_on_the_devices():
     optimizer = optax.adamw(1e-3)
     states = [
-        init_state(build, optimizer.init, make_mesh(devices), fsdp=fsdp)[1]
-        for devices, fsdp in ((1, False), (8, False), (8, True))
+        init_state(build, optimizer.init, make_mesh(devices), fsdp=fsdp)[1] for devices, fsdp in ((1, False), (8, True))
     ]
-    assert {leaf.sharding.is_fully_replicated for leaf in states[2].params.values()} == {True, False}
+    assert {leaf.sharding.is_fully_replicated for leaf in states[1].params.values()} == {True, False}
     assert "dropout.rngs.key" in states[0].rest
-    assert same_bits(states[0], states[1])
-    assert same_bits(states[0], states[2])
+    assert same_bits(*states)
 
 
 def test_a_callable_and_its_module_make_the_same_state():
@@ -108,7 +106,7 @@ def test_a_device_never_holds_much_more_than_its_share(devices, dtype):
     """
 
     def wide():
-        shape = ModelConfig(dim=256, num_blocks=2, vocab_size=512, max_context=64, dropout_rate=0.1)
+        shape = ModelConfig(dim=256, num_blocks=1, vocab_size=512, max_context=64, dropout_rate=0.1)
         return Transformer(shape, nnx.Rngs(params=0, dropout=1))
 
     mesh, init = make_mesh(devices), optax.adamw(1e-3).init

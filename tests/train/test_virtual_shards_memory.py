@@ -25,8 +25,8 @@ MODEL = {"dim": 256, "num_blocks": 1, "n_heads": 2, "vocab_size": 1024, "max_con
 OF_THREE = MODEL | {"dim": 192, "vocab_size": 1536}
 SHARDS = 8
 CASES = [
-    pytest.param("adamw", 8, MODEL, id="adamw", marks=pytest.mark.long),
-    pytest.param("muon", 8, MODEL, id="muon", marks=pytest.mark.long),
+    pytest.param("adamw", 8, MODEL, id="adamw"),
+    pytest.param("muon", 8, MODEL, id="muon"),
     pytest.param("adamw", 3, OF_THREE, id="slices that are no blocks"),
 ]
 
@@ -59,6 +59,7 @@ class Watched(AotCompiler):
         return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("optimizer", "devices", "fields"), CASES)
 def test_a_device_has_little_more_than_its_part_of_the_state(optimizer, devices, fields):
     """Of 8 devices each has at most a seventh."""
