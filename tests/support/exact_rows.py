@@ -46,17 +46,18 @@ def batch_of(seed, shape, packed, sharding):
 
 def trained(
     devices, fields, shapes, *, shards=SHARDS, packed=False, loss=token_losses, dtype=None, steps=3, optimizer=None,
-    validate=True, in_blocks=True, fsdp=0, average=False, skip_bad=False, grad_accum=1,
+    validate=True, in_blocks=True, fsdp=0, average=False, skip_bad=False, grad_accum=1, model=None,
 ):  # fmt: skip
     """(losses and gradient norms of each step, the parameters after them, a validation's losses) of some phases.
 
-    0 `shards` are ordinary steps; `fsdp` devices share a copy of the state, 0 for none.
+    0 `shards` are ordinary steps; `fsdp` devices share a copy of the state, 0 for none. A `model` begins as it is, in
+    place of one that is made of `fields`.
     """
     mesh, optimizer = (
         make_mesh(devices, fsdp=fsdp or 1),
         optimizer or NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0)),
     )
-    builder = TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
+    builder = model or TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
     init = partial(init_exact_state, shards=shards) if shards else init_state
     split, state, hparams = init(builder, InitialState(optimizer, average=average), mesh, fsdp=bool(fsdp), dtype=None)
     if fsdp:

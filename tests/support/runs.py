@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from models import with_numbers
 
 from roxxel_dist import Curriculum, Phase, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
@@ -35,8 +36,13 @@ class Bigram(nnx.Module):
 
 
 def model(**fields):
-    """The same weights each time."""
+    """The same weights each time, for a trainer to make."""
     return Bigram(ModelConfig(**{"dim": 16, "vocab_size": 500} | fields), nnx.Rngs(params=0, dropout=1))
+
+
+def module(**fields):
+    """Such a model that is there already, with numbers of its own: no program makes it."""
+    return with_numbers(lambda: model(**fields), rate=fields.get("dropout_rate", 0.0))
 
 
 def make(corpus, path, phases=PHASES, loss_fn=next_token_loss, **options):

@@ -1,7 +1,6 @@
 """The average of the parameters: its formula, what it changes, and what it leaves as it is."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -50,9 +49,9 @@ def check(found, params):
 def test_it_is_the_weighted_mean_of_the_parameters(decay):
     rng = np.random.default_rng(0)
     params = [{"w": rng.standard_normal(5).astype(np.float32)} for _ in range(300)]
-    average, update = {"w": jnp.full(5, 1e3)}, jax.jit(update_average)
+    average, update = {"w": np.full(5, 1e3, np.float32)}, jax.jit(update_average)
     for step, one in enumerate(params, 1):
-        average = update(average, one, jnp.float32(decay), jnp.int32(step))
+        average = update(average, one, np.float32(decay), np.int32(step))
     np.testing.assert_allclose(average["w"], expected(params, decay)["w"], atol=2e-5)
 
 

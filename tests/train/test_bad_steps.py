@@ -7,17 +7,22 @@ import optax
 import pytest
 from runs import losses, make, poisoned, rows, saved, told, train
 
-from roxxel_dist import Curriculum, Phase
+from roxxel_dist import Curriculum, Phase, Roxxel
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train.step.bad_steps import BadStep, LossMonitorState, describe
 
 PHASES = [Phase(14, 8, 17)]
 
 
-def test_it_is_found_at_the_next_logged_step_and_named(corpus, tmp_path):
-    made = make(
-        corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, PHASES, 7), log_every=5, eval_every=100, checkpoint_every=3
-    )
+@pytest.fixture(scope="module")
+def seventh_bad(corpus_pattern):
+    """A loss that is no number in step 7: the same function for several tests, whose programs are compiled once."""
+    with Roxxel(corpus_pattern) as corpus:
+        return poisoned(corpus, PHASES, 7)
+
+
+def test_it_is_found_at_the_next_logged_step_and_named(corpus, tmp_path, seventh_bad):
+    made = make(corpus, tmp_path, PHASES, loss_fn=seventh_bad, log_every=5, eval_every=100, checkpoint_every=3)
     with pytest.raises(BadStep, match=r"step 7 went wrong: its loss is nan") as caught:
         made.run()
     made.close()
@@ -94,11 +99,9 @@ def test_a_ruined_checkpoint_is_not_gone_on_from(corpus, tmp_path, action):
         assert "going back to step 3" in told(tmp_path)
 
 
-def test_a_bad_state_is_never_saved(corpus, tmp_path):
+def test_a_bad_state_is_never_saved(corpus, tmp_path, seventh_bad):
     """A save comes before the next logged step: it looks first."""
-    made = make(
-        corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, PHASES, 7), log_every=100, eval_every=100, checkpoint_every=4
-    )
+    made = make(corpus, tmp_path, PHASES, loss_fn=seventh_bad, log_every=100, eval_every=100, checkpoint_every=4)
     with pytest.raises(BadStep, match="step 7"):
         made.run()
     made.close()
@@ -115,8 +118,8 @@ def test_skipped_steps_change_nothing(corpus, tmp_path):
     assert told(tmp_path).count("left out") == 2
 
 
-def test_going_back_leaves_the_rows_out(corpus, tmp_path):
-    loss_fn = poisoned(corpus, PHASES, 7)
+def test_going_back_leaves_the_rows_out(corpus, tmp_path, seventh_bad):
+    loss_fn = seventh_bad
     made = train(corpus, tmp_path / "run", PHASES, loss_fn=loss_fn, on_bad_step="rewind")
     assert [step for step, *_ in losses(tmp_path / "run")] == list(range(1, 15))
     assert all(np.isfinite(loss) for _, loss, _ in losses(tmp_path / "run"))
@@ -141,10 +144,9 @@ def test_going_back_to_a_step_that_is_not_known_to_be_good_says_so(corpus, tmp_p
     assert "going back to step 1 (its weights may be ruined, as no step after it went well" in told(tmp_path)
 
 
-def test_a_rewind_holds_one_state_and_is_in_the_checkpoint_at_once(corpus, tmp_path, monkeypatch):
+def test_a_rewind_holds_one_state_and_is_in_the_checkpoint_at_once(corpus, tmp_path, monkeypatch, seventh_bad):
     """A job that is killed behind a rewind and started again has counted it."""
-    loss_fn = poisoned(corpus, PHASES, 7)
-    options = {"loss_fn": loss_fn, "on_bad_step": "rewind", "checkpoint_every": 5, "eval_every": 100}
+    options = {"loss_fn": seventh_bad, "on_bad_step": "rewind", "checkpoint_every": 5, "eval_every": 100}
     made = make(corpus, tmp_path, PHASES, **options)
 
     def restore(step, like):

@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 from runs import rows, told
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
 
 
+@pytest.mark.long
 def test_a_run_with_experts(tmp_path, capsys):
     """Rows over two devices, in micro-batches, in bfloat16: the losses fall, and eval repeats them to the bit."""
     text = tmp_path / "text.txt"

@@ -12,6 +12,7 @@ import time
 import optax
 import pytest
 from flax import nnx
+from models import with_numbers
 from reader import ROOT
 from runs import stop_after
 
@@ -36,7 +37,8 @@ def corpus(tmp_path, monkeypatch):
 
 def trainer(corpus, **options):
     config = Config(**SHAPE, vocab_size=corpus.vocab_size)
-    model = Transformer(config, nnx.Rngs(0))
+    scalars = {"alpha_balance": config.alpha_balance, "rate": config.dropout_rate}
+    model = with_numbers(lambda: Transformer(config, nnx.Rngs(0)), **scalars)
     curriculum = Curriculum(corpus, [Phase(steps=4, batch_size=4, seq_len=17)])
     options = {"log_every": 1, "eval_every": 2, "eval_iters": 1, "checkpoint_every": 2} | options
     return Trainer(
@@ -127,7 +129,10 @@ class Embedding(nnx.Module):
 def test_a_run_with_a_model_of_the_program_is_explained(corpus, capsys):
     """No command can make its model: resume, fork and another run say so, and change nothing."""
     curriculum = Curriculum(corpus, [Phase(steps=4, batch_size=4, seq_len=17)])
-    model, options = Embedding(corpus.vocab_size), {"log_every": 1, "eval_iters": 1, "checkpoint_every": 2}
+    model, options = (
+        with_numbers(lambda: Embedding(corpus.vocab_size)),
+        {"log_every": 1, "eval_iters": 1, "checkpoint_every": 2},
+    )
     made = Trainer(model, optax.sgd(0.1), curriculum, token_losses, "mine", mesh=make_mesh(n_devices=1), **options)
     made.run()
     made.close()
@@ -204,8 +209,12 @@ def test_ctrl_c_in_fit_returns_a_result_that_says_so(corpus, tmp_path):
     assert (ended.stopped, ended.step) == (False, result.step + 1)
 
 
+def own_layers(rngs):
+    return nnx.Embed(257, 8, rngs=rngs), nnx.Linear(8, 257, rngs=rngs)
+
+
 def test_a_run_with_a_model_of_ones_own_says_which_commands_read_it(corpus, capsys):
-    model = nnx.Sequential(nnx.Embed(257, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 257, rngs=nnx.Rngs(1)))
+    model = with_numbers(lambda: nnx.Sequential(*own_layers(nnx.Rngs(0))))
     curriculum = Curriculum(corpus, [Phase(steps=2, batch_size=4, seq_len=17)])
     made = Trainer(
         model, optax.adam(1e-2), curriculum, token_losses, "own", mesh=make_mesh(n_devices=1), log_every=1

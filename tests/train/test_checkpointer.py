@@ -2,9 +2,11 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
+from models import with_numbers
 
 import roxxel_dist
 
@@ -30,12 +32,12 @@ def train_step(model, optimizer, x):
 
 
 def make(seed, width=16):
-    model = Small(nnx.Rngs(seed), width)
+    model = with_numbers(lambda: Small(nnx.Rngs(seed), width), seed)
     return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
 
 def losses(model, optimizer, steps):
-    x = jax.random.normal(jax.random.key(1), (4, 8))
+    x = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
     return [float(train_step(model, optimizer, x)) for _ in range(steps)]
 
 
@@ -44,7 +46,7 @@ def test_it_goes_on_as_if_it_had_not_stopped(tmp_path):
     with roxxel_dist.Checkpointer(tmp_path / "c", model, optimizer) as checkpointer:
         assert checkpointer.restore() == 0
         losses(model, optimizer, 3)
-        checkpointer.save(3, {"val_loss": jnp.float32(2.5), "accuracy": 0.5})
+        checkpointer.save(3, {"val_loss": np.float32(2.5), "accuracy": 0.5})
         expected = losses(model, optimizer, 4)  # at once: while it is being saved
     model, optimizer = make(1)
     with roxxel_dist.Checkpointer(str(tmp_path / "c"), model, optimizer) as checkpointer:
@@ -63,7 +65,7 @@ def test_the_newest_are_kept_and_the_best(tmp_path):
 
 
 def test_without_an_optimizer(tmp_path):
-    first, second = Small(nnx.Rngs(0)), Small(nnx.Rngs(1))
+    (first, _), (second, _) = make(0), make(1)
     checkpointer = roxxel_dist.Checkpointer(tmp_path / "c", first, None)
     checkpointer.save(7)
     checkpointer.close()

@@ -1,5 +1,7 @@
 """Two runs with other shares and other ends of phases differ by them alone: weights, dropout and held-out text."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -7,9 +9,11 @@ import pytest
 from runs import model, rows, told
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.sweep.report.common_noise import noise_ratio
 
+DROPPING, STILL = partial(model, dropout_rate=0.5), optax.sgd(0.0)
 MIXTURES = ((4, {"self": 0.9, "code": 0.1}, {"self": 0.5, "code": 0.5}), (7, {"code": 1.0, "self": 0}, {"self": 1.0}))
 
 
@@ -21,19 +25,19 @@ def code(tmp_path_factory):
     return Roxxel(path)
 
 
+def loss(model, batch):
+    """What dropout leaves of each row's first numbers, one number for the batch."""
+    left = model.dropout(jnp.ones((8, 16))) * (1.0 + jnp.arange(128).reshape(8, 16))
+    return {"loss": next_token_loss(model, batch), "left": left.sum()}
+
+
 def trained(corpus, code, path, mixture):
     """Ten steps of two phases."""
     end, *weights = mixture
     phases = [Phase(steps, 8, 17, weights=of, blend="row") for steps, of in zip((end, 10 - end), weights, strict=True)]
-
-    def loss(model, batch):
-        """What dropout leaves of each row's first numbers, one number for the batch."""
-        left = model.dropout(jnp.ones((8, 16))) * (1.0 + jnp.arange(128).reshape(8, 16))
-        return {"loss": next_token_loss(model, batch), "left": left.sum()}
-
     made = Trainer(
-        lambda: model(dropout_rate=0.5),
-        optax.sgd(0.0),
+        DROPPING,
+        STILL,
         Curriculum(corpus, phases, {"code": code}, passes="apart"),
         loss,
         path,
@@ -41,6 +45,7 @@ def trained(corpus, code, path, mixture):
         eval_every=5,
         eval_iters=2,
         val_fraction=0.1,
+        mesh=make_mesh(2),
     )
     made.run()
     return rows(path)

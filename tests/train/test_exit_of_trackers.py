@@ -55,8 +55,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("words", "event", "limit"), CASES.values(), ids=CASES)
-def test_the_process_ends_with_its_code(tmp_path, words, event, limit):
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long) if case == "wandb goes on" else case for case in CASES]
+)
+def test_the_process_ends_with_its_code(tmp_path, case):
+    words, event, limit = CASES[case]
     text = BEGIN.replace("EVENT", event).replace("WORDS", repr(words)).replace("LIMIT", str(limit))
     env = {**environment(), "HOME": str(tmp_path), "WANDB_MODE": "offline"}
     ran = subprocess.run(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import PHASES, losses, make, model, saved, told, train
+from runs import PHASES, losses, make, model, module, saved, told, train
 
 from roxxel_dist import Phase
 from roxxel_dist.checkpoint.metadata import CheckpointRef, ResumeSpec
@@ -44,7 +45,8 @@ def contents(path):
 
 def test_a_stable_phase_and_a_fork_are_one_long_run(corpus, tmp_path):
     """Both are equal to the bit, decay and dropout included; the run that is forked goes on as if nothing was."""
-    options = {"phases": [Phase(13, 8, 17)], "model": lambda: model(dropout_rate=0.2), "val_fraction": 0.0}
+    dropping = partial(model, dropout_rate=0.2)
+    options = {"phases": [Phase(13, 8, 17)], "model": dropping, "val_fraction": 0.0}
     whole = train(corpus, tmp_path / "whole", optimizer=by(**DECAY), **options)
     train(corpus, tmp_path / "stable", optimizer=by(**STABLE), max_to_keep=None, **options)
     before = contents(tmp_path / "stable")
@@ -118,7 +120,7 @@ def test_names_of_checkpoints():
 def test_weights_alone(corpus, finished_run, tmp_path):
     """Of a callable and of a module: the parameters are theirs, and all else is new."""
     first = make(corpus, tmp_path / "other", init_from=f"{finished_run}@8")
-    last = make(corpus, tmp_path / "other2", init_from=str(finished_run), model=model())
+    last = make(corpus, tmp_path / "other2", init_from=str(finished_run), model=module())
     end = make(corpus, finished_run)
     fresh = make(corpus, tmp_path / "fresh")
     for made in (first, last, end, fresh):

@@ -1,18 +1,18 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from roxxel_dist.train.step.bad_steps import WARM, LossMonitorState, update_monitor
 
+monitored = jax.jit(update_monitor, static_argnames="skip")
+
 
 def watch(losses, *, factor=0.0, skip=False, norms=None):
     """The health after these losses, and which of them were bad."""
-    step = jax.jit(lambda h, i, x, n: update_monitor(h, i, x, n, jnp.float32(factor), skip=skip))
-    health, found = LossMonitorState.initial(), []
+    health, found = LossMonitorState.initial(np.zeros), []
     for i, loss in enumerate(losses):
         norm = 1.0 if norms is None else norms[i]
-        health, bad = step(health, jnp.int32(i + 1), jnp.float32(loss), jnp.float32(norm))
+        health, bad = monitored(health, np.int32(i + 1), *map(np.float32, (loss, norm, factor)), skip=skip)
         found.append(bool(bad))
     return health, found
 

@@ -21,7 +21,7 @@ from roxxel_dist.run.record import check_same_run
 from roxxel_dist.settings.training import TRIAL
 
 CONFIG = {
-    "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 32, "lr": 0.01, "virtual_shards": 4, "n_devices": 2,
+    "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 32, "lr": 0.01, "virtual_shards": 4, "n_devices": 1,
     "log_every": 1, "checkpoint_every": 1, "memory_checkpoint_every": 0, "val_fraction": 0, "wandb": "off",
     "phases": [{"steps": 4, "batch_size": 16, "seq_len": 17}],
 }  # fmt: skip
@@ -141,7 +141,13 @@ def test_other_devices_in_any_number_and_slices_are_no_change(folder):
     assert train(folder, "run", "--resume", *MORE, "--n_devices", "4", "--fsdp", "true") == 0
 
 
-OPTIONS = {"phases": [Phase(4, 8, 17)], "checkpoint_every": 2, "eval_every": 10, "virtual_shards": 4}
+OPTIONS = {
+    "phases": [Phase(4, 8, 17)],
+    "checkpoint_every": 2,
+    "eval_every": 10,
+    "virtual_shards": 4,
+    "val_fraction": 0.0,
+}
 OTHERS = "virtual_shards is 4, and here the bits of the run would be others: "
 OF_PARTS = {
     "without shards": ({}, {"virtual_shards": 0}, "virtual_shards is 0, and the run in .* has 4: from step 3 on its"),
@@ -152,13 +158,17 @@ OF_PARTS = {
 }  # fmt: skip
 
 
+def of_parts(corpus, folder, devices=1, **more):
+    return make(corpus, folder, mesh=make_mesh(devices), **OPTIONS | more)
+
+
 @pytest.fixture(scope="module")
 def begun_of_parts(corpus_pattern, tmp_path_factory):
     """The folder of two of four steps of a `Trainer` of parts."""
     folder = tmp_path_factory.mktemp("of_parts")
     with pytest.MonkeyPatch.context() as patch, Roxxel(corpus_pattern) as corpus:
         patch.setenv("PJRT_NPROC", "16")
-        make(corpus, folder, max_steps=2, **OPTIONS).run()
+        of_parts(corpus, folder, max_steps=2).run()
     return folder
 
 
@@ -182,7 +192,7 @@ def test_a_trainer_of_parts_refuses_it(case, corpus, run_of_parts, compiled):
     save_bits(run, **bits)
     before = contents(run)
     with pytest.raises(UserError, match=message):
-        make(corpus, run, **OPTIONS | options)
+        of_parts(corpus, run, **options)
     assert contents(run) == before
     assert compiled == []
 
@@ -191,14 +201,14 @@ def test_a_trainer_of_parts_refuses_it(case, corpus, run_of_parts, compiled):
 def test_a_trainer_of_parts_can_amend_it(case, corpus, run_of_parts):
     bits, options, _ = OF_PARTS[case]
     save_bits(run_of_parts, **bits)
-    make(corpus, run_of_parts, amend=True, max_steps=3, **OPTIONS | options).run()
-    made = make(corpus, run_of_parts, **OPTIONS | options)  # it is compared with the last resume
+    of_parts(corpus, run_of_parts, amend=True, max_steps=3, **options).run()
+    made = of_parts(corpus, run_of_parts, **options)  # it is compared with the last resume
     made.close()
     assert (made.start_step, made.last_step) == (3, 4)
 
 
 def test_a_trainer_of_parts_goes_on_on_other_devices(corpus, run_of_parts):
     save_bits(run_of_parts, processes=7, distributed=True)
-    made = make(corpus, run_of_parts, mesh=make_mesh(4), **OPTIONS)
+    made = of_parts(corpus, run_of_parts, devices=4)
     made.close()
     assert (made.start_step, made.last_step) == (2, 4)

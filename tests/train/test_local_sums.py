@@ -1,7 +1,5 @@
 """What devices send with micro-batches: once a step what can be, and the numbers of one device."""
 
-from functools import cache
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from models import transformer, with_numbers
 from runs import Bigram
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, row_axes, row_shards, scalars_on
@@ -16,7 +15,6 @@ from roxxel_dist.cluster.program_cost import program_cost
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import auto_chunks, next_token_loss, token_losses
-from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.step import local_sums
 from roxxel_dist.train.step.local_sums import accumulation
 from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
@@ -31,6 +29,10 @@ MICRO = np.arange(ROWS)[:, None] % COUNT
 """The micro-batch of each row."""
 SEGMENTS = np.where(MICRO == 0, PLACES, np.where(MICRO == 1, PLACES // (2 + np.arange(ROWS)[:, None] % 3), 0))
 """In the first micro-batch no token counts, in the second fewer than in the others, and not as many in each row."""
+PACKED = Packed(TOKENS, SEGMENTS, PLACES)
+CHUNKS = {"loss_chunk": 8, "weight_tying": False}
+EXPERTS = {"use_moe": True, "n_experts": 2, "top_k_mlp": 1}
+PROGRAMS: dict[tuple, jax.stages.Compiled] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -40,32 +42,31 @@ def cut_small_arrays(monkeypatch):
 
 def taken(mesh, *, fsdp=True, **fields):
     """(the split model, its state, the hparams) of a Transformer."""
-    model = Transformer(ModelConfig(**SHAPE | fields), nnx.Rngs(params=0, dropout=1))
-    split, state, hparams = init_state(model, InitialState(as_optimizer(optax.sgd(1.0))), mesh, fsdp=fsdp)
+    split, state, hparams = init_state(
+        transformer(**SHAPE | fields), InitialState(as_optimizer(optax.sgd(1.0))), mesh, fsdp=fsdp
+    )
     return split, state, hparams | scalars_on(mesh, {"spike_factor": 0.0})
 
 
 def compiled(mesh, batch, *, count=COUNT, dtype=None, loss_fn=token_losses, **fields):
-    """(the compiled step, its state, its arguments behind that)."""
+    """(the compiled step, its state, its arguments behind that). The same program for equal settings."""
     split, state, hparams = taken(mesh, **fields)
-    args = split, loss_fn, as_optimizer(optax.sgd(1.0)), state, batch_sharding(mesh)
-    step = make_step(*args, grad_accum=count, compute_dtype=dtype)
     batch = jax.device_put(batch, batch_sharding(mesh))
-    with jax.set_mesh(mesh):
-        return step.lower(state, hparams, batch).compile(), state, (hparams, batch)
+    key = mesh, jax.tree.structure(batch), count, dtype, loss_fn, tuple(fields.items())
+    if key not in PROGRAMS:
+        args = split, loss_fn, as_optimizer(optax.sgd(1.0)), state, batch_sharding(mesh)
+        step = make_step(*args, grad_accum=count, compute_dtype=dtype)
+        with jax.set_mesh(mesh):
+            PROGRAMS[key] = step.lower(state, hparams, batch).compile()
+    return PROGRAMS[key], state, (hparams, batch)
 
 
 def measured(mesh, packed, **how):
-    """(the gradient, by a step with a learning rate of 1; the metrics)."""
-    step, state, args = compiled(mesh, Packed(TOKENS, SEGMENTS, PLACES) if packed else TOKENS, **how)
+    """(the gradient, by a step with a learning rate of 1; the metrics; the step)."""
+    step, state, args = compiled(mesh, PACKED if packed else TOKENS, **how)
     before = jax.tree.map(np.asarray, state.params)
     after, metrics = step(state, *args)
     return {name: before[name] - np.asarray(after.params[name]) for name in before}, jax.device_get(metrics), step
-
-
-@cache
-def of_one_device(packed, how):
-    return measured(make_mesh(1), packed, **dict(how))[:2]
 
 
 def collectives_in_loops(text):
@@ -77,20 +78,19 @@ def collectives_in_loops(text):
 @pytest.mark.parametrize(
     ("axes", "packed", "how"),
     [
-        pytest.param({"fsdp": 8}, False, {}, id="fsdp"),
-        pytest.param({"fsdp": 8}, True, {"z_loss": 1e-3}, id="fsdp, packed"),
-        pytest.param({"fsdp": 4}, True, {"loss_fn": next_token_loss}, id="copies of fsdp, packed"),
+        pytest.param({"fsdp": 8}, False, {}, id="fsdp", marks=pytest.mark.long),
+        pytest.param({"fsdp": 4}, True, {"z_loss": 1e-3}, id="copies of fsdp, packed"),
+        pytest.param({"fsdp": 4}, True, {"loss_fn": next_token_loss}, id="one number", marks=pytest.mark.long),
         pytest.param({}, False, {"fsdp": False, "scan_layers": True}, id="data"),
-        pytest.param({"fsdp": 4, "tensor": 2}, False, {"loss_chunk": 8, "weight_tying": False}, id="tensor"),
-        pytest.param({"fsdp": 8}, False, {"dtype": jnp.bfloat16}, id="bfloat16"),
-        pytest.param({"fsdp": 8}, True, {"use_moe": True, "n_experts": 2, "top_k_mlp": 1}, id="experts"),
-        pytest.param({"fsdp": 4}, False, {"dropout_rate": 0.2}, id="dropout"),
+        pytest.param({"fsdp": 4, "tensor": 2}, False, CHUNKS, id="tensor", marks=pytest.mark.long),
+        pytest.param({"fsdp": 8}, False, {"dtype": jnp.bfloat16}, id="bfloat16", marks=pytest.mark.long),
+        pytest.param({"fsdp": 8}, True, EXPERTS | {"dropout_rate": 0.2}, id="experts, dropout"),
     ],
 )
 def test_numbers_are_those_of_one_device_and_no_loop_of_sums_sends(axes, packed, how):
     bound = 2e-2 if "dtype" in how else 2e-5
     grads, metrics, step = measured(make_mesh(**axes), packed, **how)
-    alone, expected = of_one_device(packed, tuple(how.items()))
+    alone, expected, _ = measured(make_mesh(1), packed, **how)
     norm = float(expected.scalars["grad_norm"])
     for name, grad in grads.items():
         assert np.linalg.norm(grad - alone[name]) < bound * norm, name
@@ -109,17 +109,19 @@ def test_numbers_are_those_of_one_device_and_no_loop_of_sums_sends(axes, packed,
 
 def test_a_step_that_predicts_nothing_has_no_gradient():
     nothing = Packed(TOKENS, PLACES, PLACES)
-    step, state, args = compiled(make_mesh(fsdp=8), nothing)
+    step, state, args = compiled(make_mesh(fsdp=4), nothing, z_loss=1e-3)
     before = jax.tree.map(np.asarray, state.params)
     after, metrics = step(state, *args)
     assert float(metrics.scalars["loss"]) == 0
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, after.params))
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"fsdp": 4}], ids=["fsdp", "copies of fsdp"])
+@pytest.mark.parametrize(
+    "axes", [pytest.param({"fsdp": 8}, id="fsdp", marks=pytest.mark.long), pytest.param({"fsdp": 4}, id="copies")]
+)
 def test_micro_batches_send_what_a_whole_batch_sends(axes):
     def sent(count):
-        step, *_ = compiled(make_mesh(**axes), TOKENS, count=count)
+        step, *_ = compiled(make_mesh(**axes), PACKED, count=count, z_loss=1e-3)
         return sum(program_cost(step.as_text(), [0] * 8).collectives.values())
 
     assert sent(4) <= 1.1 * sent(1)
@@ -134,7 +136,7 @@ def told(mesh=None, loss_fn=token_losses, rows=ROWS, model=None, **fields):
 
 
 def own():
-    return Bigram(ModelConfig(dim=16, vocab_size=64), nnx.Rngs(params=0))
+    return with_numbers(lambda: Bigram(ModelConfig(dim=16, vocab_size=64), nnx.Rngs(params=0)))
 
 
 class Inside(nnx.Module):
@@ -145,7 +147,7 @@ class Inside(nnx.Module):
 
 
 def with_a_part():
-    model = Transformer(ModelConfig(**SHAPE), nnx.Rngs(params=0))
+    model = transformer(**SHAPE)
     model.norm = Inside()
     return model
 
@@ -156,7 +158,7 @@ def with_a_part():
         ({"loss_fn": lambda model, batch: 0.0}, "a loss of your own"),
         ({"model": own}, "a model of your own"),
         ({"model": with_a_part}, "a model of your own"),
-        ({"use_moe": True, "n_experts": 2, "top_k_mlp": 1}, "the balance of experts"),
+        (EXPERTS, "the balance of experts"),
         ({"dropout_rate": 0.1}, "dropout"),
         ({"rows": 4 * COUNT}, "the devices do not divide its rows"),
     ],
@@ -210,7 +212,7 @@ def test_a_program_of_the_rows_of_a_device_counts_those_alone():
         return tokens
 
     with jax.set_mesh(mesh):
-        tokens = jnp.zeros((64, 1024), jnp.int32)
+        tokens = np.zeros((64, 1024), np.int32)
         outside = auto_chunks(*tokens.shape, 1 << 14)
         mapped = jax.shard_map(
             within, in_specs=P(row_axes(mesh)), out_specs=P(row_axes(mesh)), axis_names={"fsdp"}, check_vma=False

@@ -13,6 +13,7 @@ import pytest
 from runs import make, rows, told, train
 from small_disks import mounted_disk
 
+from roxxel_dist import Roxxel
 from roxxel_dist.checkpoint import blocks, memory
 from roxxel_dist.checkpoint.blocks import BlockFile, DamagedFile, Header, read_blocks, read_header
 from roxxel_dist.model.loss import next_token_loss
@@ -21,28 +22,53 @@ EVERY_STEP = {"memory_checkpoint_every": 1, "keep_best": True}
 TIMES = {"ms_per_step", "tokens_per_s", "ram_gb"}
 
 
-@pytest.fixture
-def folder(monkeypatch):
-    """What the launcher keeps for a job."""
-    path = Path(tempfile.mkdtemp(prefix="test-memory-", dir="/dev/shm"))
+def launch(patch, path):
+    """What the launcher keeps for a job, and that each copy ends before the next is due: else it is left out."""
     (path / "key").write_text("ab" * 32)
-    monkeypatch.setenv("ROXXEL_MEMORY", str(path))
+    patch.setenv("ROXXEL_MEMORY", str(path))
     decide = memory.MemoryTier.decide
 
-    def in_time(tier, step, done):  # on a busy machine a copy may not have ended when the next is due: it is left out
+    def in_time(tier, step, done):
         tier.settle()
         return decide(tier, step, done)
 
-    monkeypatch.setattr(memory.MemoryTier, "decide", in_time)
+    patch.setattr(memory.MemoryTier, "decide", in_time)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    path = Path(tempfile.mkdtemp(prefix="test-memory-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
 
 
 @pytest.fixture
-def killed(corpus, folder, tmp_path):
+def folder(shared, monkeypatch):
+    for path in shared.iterdir():
+        path.unlink()
+    launch(monkeypatch, shared)
+    return shared
+
+
+@pytest.fixture(scope="module")
+def begun(corpus_pattern, shared, tmp_path_factory):
+    """The run directory of a run with copies in memory, and where what it left in both lies, which is only read."""
+    path, kept = tmp_path_factory.mktemp("begun") / "killed", tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch, Roxxel(corpus_pattern) as corpus:
+        launch(patch, shared)
+        train(corpus, path, **EVERY_STEP)
+    shutil.copytree(path, kept / "run")
+    shutil.copytree(shared, kept / "memory")
+    return path, kept
+
+
+@pytest.fixture
+def killed(begun, folder):
     """A run with copies of steps 11 and 12 in memory, and on disk until step 10: later ones are lost."""
-    path = tmp_path / "killed"
-    train(corpus, path, **EVERY_STEP)
+    path, kept = begun
+    shutil.rmtree(path)
+    shutil.copytree(kept / "run", path)
+    shutil.copytree(kept / "memory", folder, dirs_exist_ok=True)
     for step in (12, 13):
         shutil.rmtree(path / "checkpoints" / str(step))
     (path / "logs" / "rank-0.log").unlink()
@@ -110,7 +136,7 @@ def test_a_copy_is_of_one_run_and_one_way_to_train(corpus, killed, folder, tmp_p
     other = make(corpus, tmp_path / "other", **EVERY_STEP)
     assert other.start_step == 0
     other.close()
-    seeded = make(corpus, tmp_path / "killed", mesh=None)
+    seeded = make(corpus, killed, mesh=None)
     assert (seeded.start_step, seeded.start.copy) == (10, None)  # on eight devices
     seeded.close()
     same = make(corpus, killed)
@@ -266,7 +292,7 @@ def test_auto_takes_no_more_than_its_share(corpus, folder, tmp_path):
 def test_blocks_are_dealt_among_the_ranks_of_a_host():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("d",))
     cut, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["d"], []))
-    state = {"a": jax.device_put(jnp.zeros(8), cut), "b": jax.device_put(jnp.zeros(3), whole)}
+    state = {"a": jax.device_put(np.zeros(8, np.float32), cut), "b": jax.device_put(np.zeros(3, np.float32), whole)}
     table = blocks.BlockTable(state, [0])
     assert [block.nbytes for block in table.blocks] == [8, 8, 8, 8, 12]
     assert table.kept_by(0) == [4, 0, 1, 2, 3]

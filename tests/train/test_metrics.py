@@ -1,8 +1,8 @@
-import json
-
+import jax
 import numpy as np
 import pytest
 from runs import PHASES, train
+from runs import rows as logged
 
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.train import metrics as report
@@ -60,39 +60,31 @@ def test_the_time_that_is_left_is_that_of_the_tokens_that_are_left(corpus, tmp_p
         assert record["eta_s"] == pytest.approx(left / record["tokens_per_s"])
 
 
-def test_mfu_counts_the_devices_of_the_mesh(corpus, tmp_path, monkeypatch):
-    """Half of those that are here."""
-    counted = []
-    monkeypatch.setattr(report, "mfu", lambda speed, flops, devices: counted.append(len(devices)))
-    train(corpus, tmp_path, PHASES[:1], mesh=make_mesh(4))
-    assert set(counted) == {4}
-
-
 def test_speed_and_mfu_count_what_is_computed(corpus, tmp_path, monkeypatch):
-    """The last token of a row is predicted and no input: `tokens` counts it, as it is read, and a speed does not."""
-    steps, lengths, phase = [], [], PHASES[0]
+    """The last token of a row is predicted and no input: `tokens` counts it, as it is read, and a speed does not.
+
+    Of the devices that are here, those of the mesh count.
+    """
+    steps, lengths, counted, phase = [], [], [], PHASES[0]
+    monkeypatch.setattr(report, "mfu", lambda speed, flops, devices: counted.append(len(devices)))
     begun = StepTimer.step
     monkeypatch.setattr(StepTimer, "step", lambda timer, tokens: (steps.append(tokens), begun(timer, tokens)))
     monkeypatch.setattr(TrainView, "flops_per_token", lambda _: lambda length: lengths.append(length) or 1.0)
-    train(corpus, tmp_path, PHASES[:1])
+    train(corpus, tmp_path, PHASES[:1], mesh=make_mesh(2))
+    assert set(counted) == {2} != {len(jax.devices())}
     assert set(steps) == {phase.batch_size * (phase.seq_len - 1)}
     assert set(lengths) == {phase.seq_len - 1}
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["tokens"] == phase.steps * phase.batch_size * phase.seq_len
+    assert logged(tmp_path)[-1]["tokens"] == phase.steps * phase.batch_size * phase.seq_len
 
 
-def test_hfu_counts_what_the_compiled_program_computes(corpus, tmp_path, monkeypatch):
+def test_hfu_counts_what_the_compiled_program_computes(corpus, finished_run, tmp_path, monkeypatch):
     """Of each phase its own program."""
 
-    def utilisations(folder, **options):
-        train(corpus, folder, PHASES, **options)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [row["hfu"] / row["mfu"] for row in rows if "mfu" in row], rows
-
-    assert "hfu" not in utilisations(tmp_path / "unknown")[1][-1], "the peak of a CPU is not known"
+    assert "hfu" not in logged(finished_run)[-1], "the peak of a CPU is not known"
     for module in (throughput, programs):
         monkeypatch.setattr(module, "peak_flops", lambda *kind: 1e12)
-    ratios, _ = utilisations(tmp_path / "known")
+    train(corpus, tmp_path / "known", PHASES)
+    ratios = [row["hfu"] / row["mfu"] for row in logged(tmp_path / "known") if "mfu" in row]
     assert len(ratios) > 1
     # The usual count has all parameters in products: here the head's 16 x 500 alone are.
     assert ratios == pytest.approx([8000 / 16_016] * len(ratios), rel=1e-6)
@@ -102,6 +94,6 @@ def test_hfu_counts_what_the_compiled_program_computes(corpus, tmp_path, monkeyp
 
     monkeypatch.setattr(compile_ahead, "program_cost", unreadable)
     train(corpus, tmp_path / "unreadable", PHASES[:1])
-    row = json.loads((tmp_path / "unreadable" / "metrics.jsonl").read_text().splitlines()[-1])
+    row = logged(tmp_path / "unreadable")[-1]
     assert "mfu" in row
     assert "hfu" not in row

@@ -47,23 +47,28 @@ def misses(folder, *names):
     return sum((folder / f"{name}.log").read_text().count("/jax/compilation_cache/cache_misses") for name in names)
 
 
-@pytest.mark.parametrize("share", ["1", pytest.param("", marks=pytest.mark.long)])
-def test_one_compiles_and_the_other_reads_it(tmp_path, share):
-    both = [begin(tmp_path, name, **{SHARE_COMPILATION: share}) for name in ("a", "bb")]
-    wait_for(lambda: (tmp_path / "a").exists() and (tmp_path / "bb").exists())
-    (tmp_path / "go").touch()
-    assert [one.wait(120) for one in both] == [0, 0], [(tmp_path / f"{name}.log").read_text() for name in ("a", "bb")]
-    # Without the lock both compile it: they come to it at the same time.
-    assert misses(tmp_path, "a", "bb") == (1 if share else 2)
-    assert (tmp_path / "cache" / "locks").exists() == bool(share)
+def both(folder, share):
+    """Two processes come to the program at the same time, and compile it."""
+    two = [begin(folder, name, **{SHARE_COMPILATION: share}) for name in ("a", "bb")]
+    wait_for(lambda: (folder / "a").exists() and (folder / "bb").exists())
+    (folder / "go").touch()
+    assert [one.wait(120) for one in two] == [0, 0], [(folder / f"{name}.log").read_text() for name in ("a", "bb")]
 
 
-def test_one_that_is_killed_keeps_nobody_waiting(tmp_path):
-    first = begin(tmp_path, "a", **{SHARE_COMPILATION: "1"})
+def test_one_compiles_and_the_other_reads_it(tmp_path):
+    """Also behind one that was killed in the midst of it: it keeps nobody waiting."""
+    killed, locks = begin(tmp_path, "ccc", **{SHARE_COMPILATION: "1"}), tmp_path / "cache" / "locks"
     (tmp_path / "go").touch()
-    wait_for(lambda: (tmp_path / "cache" / "locks").exists() and any((tmp_path / "cache" / "locks").iterdir()))
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait()
-    second = begin(tmp_path, "bb", **{SHARE_COMPILATION: "1"})
-    assert second.wait(120) == 0
-    assert misses(tmp_path, "bb") == 1
+    wait_for(lambda: locks.exists() and any(locks.iterdir()))
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    (tmp_path / "go").unlink()
+    both(tmp_path, "1")
+    assert misses(tmp_path, "a", "bb") == 1
+
+
+@pytest.mark.long
+def test_without_the_lock_both_compile_it(tmp_path):
+    both(tmp_path, "")
+    assert misses(tmp_path, "a", "bb") == 2
+    assert not (tmp_path / "cache" / "locks").exists()

@@ -5,12 +5,11 @@ import sys
 from pathlib import Path
 
 import jax
-from flax import nnx
+from models import transformer
 from runs import make
 
 import roxxel_dist
-from roxxel_dist import Phase, Transformer
-from roxxel_dist.model.config import ModelConfig
+from roxxel_dist import Phase
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train import metrics
@@ -18,7 +17,7 @@ from roxxel_dist.train.step.optimizer import NamedOptimizer
 from roxxel_dist.train.step.step import make_step
 
 PACKAGE = Path(roxxel_dist.__file__).parent
-SHAPE = ModelConfig(dim=16, num_blocks=1, max_context=32, vocab_size=500)
+SHAPE = {"dim": 16, "num_blocks": 1, "max_context": 32, "vocab_size": 500}
 
 
 def crossed(act):
@@ -50,7 +49,7 @@ def test_the_readme_lists_the_files_that_a_step_crosses(corpus, tmp_path, monkey
     optimizer = NamedOptimizer(OptimizerConfig())
     made = make(
         corpus, tmp_path, [Phase(21, 8, 17)], token_losses,
-        model=lambda: Transformer(SHAPE, nnx.Rngs(0)), optimizer=optimizer, **seldom,
+        model=transformer(**SHAPE), optimizer=optimizer, **seldom,
     )  # fmt: skip
     calls = crossed(made.run)
     made.close()

@@ -3,10 +3,11 @@
 import itertools
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
-from runs import losses, make, model, told, train
+from runs import losses, make, module, told, train
 
 from roxxel_dist import Phase
 from roxxel_dist.cluster.exit_codes import UserError
@@ -82,9 +83,9 @@ def test_a_mistake_in_an_optimizer_stays_one(corpus, tmp_path):
 
 @pytest.mark.parametrize("done", [0, 3])
 def test_the_moments_of_a_given_optimizer_start_new_with_a_line(corpus, tmp_path, done):
-    module = model()
-    optimizer = nnx.Optimizer(module, optax.adam(1e-2), wrt=nnx.Param)
-    optimizer.step[...] = jnp.uint32(done)
-    train(corpus, tmp_path, phases=PHASES, model=module, optimizer=optimizer)
+    net = module()
+    optimizer = nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer.step[...] = np.uint32(done)
+    train(corpus, tmp_path, phases=PHASES, model=net, optimizer=optimizer)
     line = "the nnx.Optimizer has done 3 steps: its moments and counts are not used, they start at zero"
     assert (line in told(tmp_path)) == bool(done)

@@ -45,19 +45,24 @@ def test_it_is_that_of_optax(decay):
     """All arrays here are decayed, as optax's own has no mask."""
     config = OptimizerConfig(**FREE, lr=0.03, weight_decay=decay, warmup_steps=0, grad_clip=0.0)
     ours, theirs = NamedOptimizer(config), optax.contrib.schedule_free_adamw(0.03, weight_decay=decay)
-    numbers = ours.settings(10)
-    params = mine = {"a.kernel": jnp.arange(6.0).reshape(2, 3)}
-    state, own = theirs.init(params), ours.build(numbers, 0).init(params)
-    for step in range(4):
-        grads = {"a.kernel": jnp.cos(params["a.kernel"] + step)}
-        updates, state = theirs.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        updates, own = ours.build(numbers, step).update(grads, own, mine)
-        mine = optax.apply_updates(mine, updates)
-    expected = optax.contrib.schedule_free_eval_params(state, params)
-    np.testing.assert_allclose(mine["a.kernel"], params["a.kernel"], rtol=1e-5)
-    np.testing.assert_allclose(schedule_free_average(own, mine)["a.kernel"], expected["a.kernel"], rtol=1e-5)
-    assert schedule_free_average(optax.adam(1e-3).init(params), params) is None
+    numbers, begun = ours.settings(10), {"a.kernel": np.arange(6, dtype=np.float32).reshape(2, 3)}
+
+    @jax.jit
+    def four_steps():
+        params = mine = begun
+        state, own = theirs.init(params), ours.build(numbers, 0).init(params)
+        for step in range(4):
+            grads = {"a.kernel": jnp.cos(params["a.kernel"] + step)}
+            updates, state = theirs.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            updates, own = ours.build(numbers, step).update(grads, own, mine)
+            mine = optax.apply_updates(mine, updates)
+        return mine, params, schedule_free_average(own, mine), optax.contrib.schedule_free_eval_params(state, params)
+
+    mine, params, average, expected = (tree["a.kernel"] for tree in four_steps())
+    np.testing.assert_allclose(mine, params, rtol=1e-5)
+    np.testing.assert_allclose(average, expected, rtol=1e-5)
+    assert schedule_free_average(jax.eval_shape(optax.adam(1e-3).init, begun), begun) is None
 
 
 def test_its_average_is_evaluated_written_and_resumed(data, tmp_path):

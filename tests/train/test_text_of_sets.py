@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from flax import nnx
+from models import transformer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from roxxel_dist import Roxxel
@@ -15,9 +17,7 @@ from roxxel_dist.corpus.append import append
 from roxxel_dist.corpus.build import build
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
-from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import END_NATS, losses_of_tokens, next_token_loss, token_losses
-from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.train.exact.layout import rows_sharding
 from roxxel_dist.train.exact.step import init_exact_state, make_sharded_steps
 from roxxel_dist.train.step.compile import AotCompiler
@@ -27,7 +27,7 @@ from roxxel_dist.train.step.step import make_eval_step
 from roxxel_dist.train.text_of_sets import TextOfSets, byte_counter, why_unknown
 
 END = 5
-SMALL = ModelConfig(dim=32, num_blocks=1, vocab_size=24, max_context=64, head_size=16)
+SMALL = {"dim": 32, "num_blocks": 1, "vocab_size": 24, "max_context": 64, "head_size": 16}
 
 
 def rows_of(shape, packed, place):
@@ -57,28 +57,29 @@ def rows_of(shape, packed, place):
 def test_the_losses_of_end_of_text_are_summed_up(shape, shards, packed, loss_fn):
     """By one program, by virtual shards of rows, and by virtual shards of parts of a row."""
     mesh = make_mesh(1)
-    optimizer, builder = NamedOptimizer(OptimizerConfig()), TransformerBuilder(SMALL, 0, 1)
+    optimizer, model = NamedOptimizer(OptimizerConfig()), transformer(**SMALL)
     if shards:
-        split, state, hparams = init_exact_state(builder, InitialState(optimizer), mesh, shards=shards)
+        split, state, hparams = init_exact_state(model, InitialState(optimizer), mesh, shards=shards)
         place = rows_sharding(batch_sharding(mesh), shards)
         options = {"shards": shards, "end": END}
         _, evaluate = make_sharded_steps(split, loss_fn, optimizer, place, **options)
     else:
-        split, state, hparams = init_state(builder, InitialState(optimizer), mesh)
+        split, state, hparams = init_state(model, InitialState(optimizer), mesh)
         evaluate, place = make_eval_step(split, loss_fn, None, END), batch_sharding(mesh)
     batch = rows_of(shape, packed, fit_sharding(place, shape))
     compiler = AotCompiler(mesh)
     compiler.prepare("evaluate", evaluate, state.params, state.rest, hparams, batch)
     found = compiler.get("evaluate")(state.params, state.rest, hparams, batch)
     compiler.close()
-    model = split.merge(state.params, state.rest, hparams, training=False)
+    model.eval()
     tokens = np.asarray(getattr(batch, "tokens", batch))
     if packed:
         counted = np.asarray(batch.segments[:, 1:] == batch.segments[:, :-1])
-        logits = model(batch.tokens, batch.segments, batch.positions)[:, :-1]
-        losses = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), tokens[:, 1:, None], 2)[..., 0]
+        logits = np.asarray(nnx.jit(lambda model, rows: model(*rows))(model, batch), np.float64)[:, :-1]
+        shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        losses = -np.log(np.take_along_axis(shares, tokens[:, 1:, None], 2)[..., 0])
     else:
-        counted, losses = np.ones_like(tokens[:, 1:], bool), np.asarray(losses_of_tokens(model, batch))
+        counted, losses = np.ones_like(tokens[:, 1:], bool), np.asarray(nnx.jit(losses_of_tokens)(model, batch))
     is_end = counted & (tokens[:, 1:] == END)
     assert is_end.sum() >= 4
     assert float(found[END_NATS]) == pytest.approx(losses[is_end].sum(), rel=1e-5)

@@ -67,7 +67,9 @@ def test_text_is_said_and_a_dictionary_is_logged(corpus, tmp_path):
     seen = []
 
     def evaluate(state):
-        logits = state.model(corpus.read(np.zeros(1, np.int64), 16, np.int32))
+        logits = nnx.jit(lambda model, tokens: model(tokens))(
+            state.model, corpus.read(np.zeros(1, np.int64), 16, np.int32)
+        )
         assert logits.shape == (1, 16, 500)
         assert int(state.step) == int(state.step[...])
         seen.append(int(state.step))

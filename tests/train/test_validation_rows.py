@@ -95,13 +95,13 @@ def test_a_ramp_validates_on_the_same_rows_and_so_do_its_branches(corpus, tmp_pa
     assert "; until now: 2 batches of 4 x 17 tokens, of held out (" in log
 
     fork = {"origin": ResumeSpec(fork=CheckpointRef(tmp_path / "run", 2)), **options}
-    train(corpus, tmp_path / "fork", [*ramp[:1], Phase(2, 16, 17)], **fork)
+    train(corpus, tmp_path / "fork", [*ramp[:1], Phase(2, 8, 17)], **fork)
     assert set(losses(tmp_path / "fork")) == {found[0]}
     assert OTHER_ROWS not in told(tmp_path / "fork")
 
-    train(corpus, tmp_path / "run", [*ramp, Phase(2, 2, 17)], amend=True, **options)
+    train(corpus, tmp_path / "run", [*ramp, Phase(2, 4, 17)], amend=True, **options)
     assert losses(tmp_path / "run")[6:] == [found[0]] * 2
-    train(corpus, tmp_path / "run", [*ramp, Phase(4, 2, 17)], amend=True, **options | {"eval_iters": 1})
+    train(corpus, tmp_path / "run", [*ramp, Phase(4, 4, 17)], amend=True, **options | {"eval_iters": 1})
     assert "validation of step 9: 1 batch of 4 x 17 tokens" in told(tmp_path / "run")
 
 
@@ -109,5 +109,5 @@ def test_patience_counts_through_a_ramp_and_anew_on_other_rows(corpus, tmp_path)
     options = {"optimizer": optax.sgd(0.0), "eval_every": 1, "patience": 3}
     ended = train(corpus, tmp_path / "ramp", [Phase(2, 4, 17), Phase(4, 8, 17)], **options)
     assert ended.step == 4  # one that is the lowest, and three that are not lower
-    ended = train(corpus, tmp_path / "longer", [Phase(2, 8, 17), Phase(4, 8, 33)], **options)
+    ended = train(corpus, tmp_path / "longer", [Phase(2, 8, 17), Phase(4, 8, 9)], **options)
     assert ended.step == 6

@@ -59,7 +59,7 @@ def test_a_damaged_block_with_valid_ids_ends_the_run_by_name(data, tmp_path):
 
 def test_the_step_at_which_it_ends_is_always_the_same(data, tmp_path):
     ends = set()
-    for number in range(3):
+    for number in range(2):
         with Roxxel(data) as dataset:
             trainer = make(dataset, tmp_path / str(number), val_fraction=0.0, log_every=100, checkpoint_every=100)
             overwrite(dataset, first_read(trainer, 11), 7)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 
+import exact_rows
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from exact_rows import hash_of as hash_of_steps
 from exact_rows import trained
 from flax import nnx
+from models import transformer
 
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cluster.exit_codes import UserError
@@ -109,14 +111,8 @@ def test_an_own_model_with_micro_batches_on_1_and_2_devices(data, tmp_path):
     assert hash_of(tmp_path / "on-1") == hash_of(tmp_path / "on-2")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "counts"),
-    [
-        ("muon", (1, 3)),
-        pytest.param("muon", (1, 7), marks=pytest.mark.long),
-        pytest.param("adamw", (1, 3, 7), marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("optimizer", "counts"), [("muon", (1, 3, 7)), ("adamw", (1, 3, 7))])
 def test_any_number_of_devices(data, tmp_path, optimizer, counts):
     fields = SMALL | {
         "phases": [{"steps": 2, "batch_size": 16, "seq_len": 17}], "optimizer": optimizer, "grad_accum": 2,
@@ -140,9 +136,10 @@ WITH_FSDP = {
 }
 
 
-QUICK = ("adamw", (1, 17), 1, [(1, 0), (2, 2)])
+QUICK = ("adamw", (8, 9), 2, [(1, 0), (3, 3)])
 MORE = [
     ("muon", (4, 9), 1, [(1, 0), (3, 3)]),
+    ("adamw", (1, 17), 1, [(1, 0), (2, 2)]),
     *(
         (name, *case)
         for name in WITH_FSDP
@@ -164,7 +161,11 @@ def test_slices_of_the_state_have_the_bits_of_the_whole(name, shape, grad_accum,
         "optimizer": as_optimizer(kind), "steps": 2, "average": name == "adamw", "skip_bad": name == "lion",
         "grad_accum": grad_accum, "shards": 4,
     }  # fmt: skip
-    hashes = {layout: hash_of_steps(trained(layout[0], WIDE, [shape], fsdp=layout[1], **options)) for layout in layouts}
+    model = transformer(**exact_rows.SMALL | WIDE)
+    hashes = {
+        layout: hash_of_steps(trained(layout[0], WIDE, [shape], fsdp=layout[1], model=model, **options))
+        for layout in layouts
+    }
     assert len(set(hashes.values())) == 1, hashes
 
 
@@ -240,15 +241,15 @@ def test_what_does_not_divide_is_refused(count, batch_size, grad_accum, mesh, wo
 
 
 def test_what_has_no_mean_is_refused():
-    check_statistics({"mean": jnp.zeros(2, jnp.bfloat16)})
+    check_statistics({"mean": np.zeros(2, jnp.bfloat16)})
     with pytest.raises(ValueError, match="the model changes 'calls' of int32"):
-        check_statistics({"calls": jnp.zeros(2, jnp.int32)})
+        check_statistics({"calls": np.zeros(2, np.int32)})
 
 
 def test_a_packed_tree_is_the_tree_in_the_types_of_sums():
-    tree = {"a": jnp.ones((2, 3), jnp.bfloat16), "b": jnp.arange(4.0), "c": [jnp.float32(5)]}
-    packed = pack(tree)
+    tree = {"a": np.ones((2, 3), jnp.bfloat16), "b": np.arange(4, dtype=np.float32), "c": [np.float32(5)]}
+    packed = jax.jit(pack)(tree)
     assert {name: array.shape for name, array in packed.items()} == {"float32": (1, 11)}
-    again = unpack(packed, tree)
+    again = jax.jit(unpack)(packed, tree)
     assert again["a"].dtype == jnp.float32
     assert [again["a"].tolist(), again["b"].tolist(), float(again["c"][0])] == [[[1] * 3] * 2, [0, 1, 2, 3], 5]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from exact_rows import batch_of
+from models import transformer
 
 from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
 from roxxel_dist.model.config import ModelConfig
@@ -24,8 +25,8 @@ MODEL = {"dim": 256, "num_blocks": 1, "n_heads": 2, "vocab_size": 1024, "max_con
 OF_THREE = MODEL | {"dim": 192, "vocab_size": 1536}
 SHARDS = 8
 CASES = [
-    pytest.param("adamw", 8, MODEL, id="adamw", marks=pytest.mark.long),
-    pytest.param("muon", 8, MODEL, id="muon", marks=pytest.mark.long),
+    pytest.param("adamw", 8, MODEL, id="adamw"),
+    pytest.param("muon", 8, MODEL, id="muon"),
     pytest.param("adamw", 3, OF_THREE, id="slices that are no blocks"),
 ]
 
@@ -58,12 +59,15 @@ class Watched(AotCompiler):
         return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("optimizer", "devices", "fields"), CASES)
 def test_a_device_has_little_more_than_its_part_of_the_state(optimizer, devices, fields):
     """Of 8 devices each has at most a seventh."""
     mesh, optimizer = make_mesh(devices, fsdp=devices), NamedOptimizer(OptimizerConfig(optimizer=optimizer))
-    builder, sharding = TransformerBuilder(ModelConfig(**fields), 0, 1), rows_sharding(batch_sharding(mesh), SHARDS)
-    split, state, hparams = init_exact_state(builder, InitialState(optimizer), mesh, shards=SHARDS, fsdp=True)
+    sharding = rows_sharding(batch_sharding(mesh), SHARDS)
+    split, state, hparams = init_exact_state(
+        transformer(**fields), InitialState(optimizer), mesh, shards=SHARDS, fsdp=True
+    )
     hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
     batch = batch_of(0, (8, 9), False, sharding)
     like, large = abstract(state), {leaf.shape for leaf in jax.tree.leaves(state) if not leaf.is_fully_replicated}

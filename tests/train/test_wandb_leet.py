@@ -16,10 +16,10 @@ from roxxel_dist.train.log.wandb import WandbTracker
 WANDB = str(Path(sys.executable).with_name("wandb"))
 
 
-@pytest.fixture
-def run(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The run directory of an offline run, which is only read."""
+    folder = tmp_path_factory.mktemp("run")
     with LogQueue([WandbTracker(folder, "offline", "tests", config={"lr": 0.5})]) as log:
         for step in range(1, 31):
             log.row({"step": step, "train_loss": 1 / step, "val_loss": 2 / step})

@@ -9,12 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from runs import Bigram
+from runs import module
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.data.packing import Packed
-from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.train.exact.step import init_exact_state, make_sharded_steps
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
@@ -35,7 +34,7 @@ MASKS = {"none": SOME | True, "counts": SOME, "shares": SOME, "zero": LATE, "not
 
 
 def build():
-    return Bigram(ModelConfig(dim=8, vocab_size=VOCABULARY), nnx.Rngs(params=0))
+    return module(dim=8, vocab_size=VOCABULARY)
 
 
 def losses_of(model, tokens, segments, mask):
@@ -82,9 +81,9 @@ def plain(kind, packed):
         numbers = {"loss": means[0], "accuracy": means[1], "balance_loss": 0.1 * means[2]}
         return numbers["loss"] + numbers["balance_loss"], numbers
 
-    grads, numbers = jax.grad(loss_of, has_aux=True)(params)
+    grads, numbers = jax.jit(jax.grad(loss_of, has_aux=True))(params)
     names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(grads)]
-    leaves = [leaf[...] for _, leaf in nnx.to_flat_state(grads)]
+    leaves = [np.asarray(leaf) for _, leaf in nnx.to_flat_state(grads)]
     return dict(zip(names, leaves, strict=True)), numbers
 
 
@@ -116,7 +115,7 @@ def measured(kind, packed, accum, sharded):
 
 
 KINDS = ["none", "counts", "shares", "zero"]
-QUICK = [("none", True, 4, False), ("counts", False, 4, True), ("shares", True, 1, True), ("zero", True, 4, False)]
+QUICK = [("none", True, 4, False), ("shares", False, 4, True), ("zero", True, 4, False)]
 EVERY = list(itertools.product(KINDS, [False, True], [1, 2, 4], [False, True]))
 
 
@@ -131,7 +130,7 @@ def test_every_number_is_that_of_the_whole_batch(kind, packed, accum, sharded):
         assert scalars[name] == pytest.approx(float(value), rel=SUM_BOUND, abs=SUM_BOUND), name
         if name != "accuracy":
             assert validation[name] == pytest.approx(float(value), rel=SUM_BOUND), name
-    norm = float(optax.tree.norm(expected))
+    norm = float(np.sqrt(sum(np.square(np.asarray(grad, np.float64)).sum() for grad in expected.values())))
     assert scalars["grad_norm"] == pytest.approx(norm, rel=SUM_BOUND)
     for name, grad in expected.items():  # a difference of parameters is rounded as they are
         rounding = np.finfo(np.float32).eps * np.abs(params[name]).max()
@@ -140,7 +139,7 @@ def test_every_number_is_that_of_the_whole_batch(kind, packed, accum, sharded):
 
 @pytest.mark.parametrize(
     ("accum", "sharded"),
-    [(1, True), (2, False), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, False), (2, True)))],
+    [(2, False), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, False), (1, True), (2, True)))],
 )
 def test_a_batch_in_which_nothing_is_predicted_changes_nothing(accum, sharded):
     grads, _, scalars, validation = measured("nothing", False, accum, sharded)
@@ -149,7 +148,7 @@ def test_a_batch_in_which_nothing_is_predicted_changes_nothing(accum, sharded):
     assert validation["loss_weight"] == 0
 
 
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("accum", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_weight_that_is_no_number_is_seen(accum):
     def loss_fn(model, batch):
         losses = losses_of(model, batch, jnp.zeros_like(batch), jnp.ones_like(batch, bool))[0]
@@ -181,4 +180,4 @@ def test_numbers_in_bfloat16_are_added_in_float32():
 
 def test_a_weight_of_each_row_is_refused():
     with pytest.raises(UserError, match=r"loss_weight of the loss function is an array of shape \(4,\): take its sum"):
-        unpack_loss({"loss": jnp.float32(1), "loss_weight": jnp.ones(4)})
+        unpack_loss({"loss": np.float32(1), "loss_weight": np.ones(4)})
