@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models import with_numbers
 
 from roxxel_dist.lora import LoRALinear, merge_adapters
 from roxxel_dist.model.config import ModelConfig
@@ -24,12 +25,9 @@ MORE = ["plain feed-forward", "latent attention, absorbed"]
 
 
 def made(**fields):
-    """A model in evaluation mode whose parameters are any numbers: nothing is compiled to make them."""
+    """A model in evaluation mode whose adapters are not zero."""
     config = ModelConfig(**{**SHAPE, "lora_rank": 4, **fields})
-    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param, ...)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 8, leaf.dtype), params)
-    model = nnx.merge(graphdef, params, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest))
+    model = with_numbers(lambda: Transformer(config, nnx.Rngs(0)), alpha_balance=config.alpha_balance)
     model.eval()
     return model
 
@@ -50,7 +48,7 @@ def logits(model, tokens):
 
 
 def tokens(length=20):
-    return jnp.asarray(np.random.default_rng(7).integers(0, 50, (2, length)), jnp.int32)
+    return np.random.default_rng(7).integers(0, 50, (2, length), np.int32)
 
 
 def test_a_layer_is_what_the_paper_says():
@@ -76,7 +74,7 @@ def test_merged_it_is_a_plain_model_that_does_the_same(name):
     names = split_module(plain)[0].params.names
     weights = merge_adapters(frozen | params, parts.scales)
     assert set(weights) == set(names) | (set(frozen) - set(parts.frozen.names))
-    found = logits(with_weights(plain, weights), tokens())
+    found = np.asarray(logits(with_weights(plain, weights), tokens()))
     np.testing.assert_allclose(found, logits(model, tokens()), atol=1e-5 * np.abs(found).max())
     alone = logits(with_weights(plain, {name: frozen[name] for name in names}), tokens())
     assert np.abs(alone - found).max() > 1e-2, "the adapters count"
@@ -87,7 +85,7 @@ def test_with_a_cache_it_reads_the_same():
     step = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache))
     first, cache = step(model, tokens()[:, :13], model.empty_cache(2))
     last, _ = step(model, tokens()[:, 13:], cache)
-    whole = logits(model, tokens())
+    whole = np.asarray(logits(model, tokens()))
     np.testing.assert_allclose(np.concatenate([first, last], 1), whole, atol=1e-5 * np.abs(whole).max())
 
 
