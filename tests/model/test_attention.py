@@ -35,7 +35,10 @@ def run(attention, x, metadata):
 
 def layer(**fields):
     """With scores that differ enough for a mistake to show."""
-    return with_numbers(lambda: Attention(ModelConfig(dim=32, num_blocks=1, vocab_size=50, **fields), nnx.Rngs(0)))
+    config = ModelConfig(dim=32, num_blocks=1, vocab_size=50, **fields)
+    attention = with_numbers(lambda: Attention(config, nnx.Rngs(0)))
+    nnx.update(attention, jax.tree.map(lambda p: jax.device_put(np.asarray(p) / 2), nnx.state(attention, nnx.Param)))
+    return attention
 
 
 def plain(attention, config, x, positions, segments):

@@ -31,9 +31,8 @@ def cast(model):
     """Parameters in bfloat16, of a model that was made in float32: what training makes of it."""
 
     def half(leaf):
-        return (
-            jax.ShapeDtypeStruct(leaf.shape, HALF) if isinstance(leaf, jax.ShapeDtypeStruct) else np.asarray(leaf, HALF)
-        )
+        abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+        return jax.ShapeDtypeStruct(leaf.shape, HALF) if abstract else jax.device_put(np.asarray(leaf, HALF))
 
     nnx.update(model, jax.tree.map(half, nnx.state(model, nnx.Param)))
     return model

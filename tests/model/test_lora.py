@@ -1,11 +1,9 @@
 """Low-rank adapters: what they compute, what they are merged to, which parameters are theirs."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import with_numbers
 
 from roxxel_dist.lora import LoRALinear, merge_adapters
 from roxxel_dist.model.config import ModelConfig
@@ -25,9 +23,13 @@ MORE = ["plain feed-forward", "latent attention, absorbed"]
 
 
 def made(**fields):
-    """A model in evaluation mode whose adapters are not zero."""
+    """A model in evaluation mode whose parameters are any numbers: nothing is compiled to make them."""
     config = ModelConfig(**{**SHAPE, "lora_rank": 4, **fields})
-    model = with_numbers(lambda: Transformer(config, nnx.Rngs(0)), alpha_balance=config.alpha_balance)
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param, ...)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jax.device_put((rng.normal(size=leaf.shape) / 8).astype(leaf.dtype)), params)
+    rest = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)), rest)
+    model = nnx.merge(graphdef, params, rest)
     model.eval()
     return model
 
@@ -52,14 +54,18 @@ def tokens(length=20):
 
 
 def test_a_layer_is_what_the_paper_says():
-    layer = LoRALinear(6, 5, rank=2, alpha=8.0, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (3, 6))
-    np.testing.assert_array_equal(layer(x), x @ layer.kernel[...])  # B is zero at first
-    layer.lora_b[...] = jax.random.normal(jax.random.key(2), (2, 5))
+    layer = nnx.jit(lambda: LoRALinear(6, 5, rank=2, alpha=8.0, rngs=nnx.Rngs(0)))()
+    run = nnx.jit(lambda layer, x: (layer(x), x @ layer.kernel[...], layer.merge_weights()))
+    draws = np.random.default_rng(1)
+    x = draws.normal(size=(3, 6)).astype(np.float32)
+    found, without, _ = run(layer, x)
+    np.testing.assert_array_equal(found, without)  # B is zero at first
+    layer.lora_b[...] = jax.device_put(draws.normal(size=(2, 5)).astype(np.float32))
     kernel, a, b = (np.asarray(one[...], np.float64) for one in (layer.kernel, layer.lora_a, layer.lora_b))
     whole = kernel + 8.0 / 2 * a @ b
-    np.testing.assert_allclose(layer(x), np.asarray(x, np.float64) @ whole, atol=1e-5)
-    np.testing.assert_allclose(layer.merge_weights(), whole, atol=1e-6)
+    found, _, merged = run(layer, x)
+    np.testing.assert_allclose(found, np.asarray(x, np.float64) @ whole, atol=1e-5)
+    np.testing.assert_allclose(merged, whole, atol=1e-6)
     assert 0.1 < np.abs(a).max() <= 6**-0.5
 
 
@@ -99,21 +105,30 @@ def test_few_parameters_are_adapters():
 
 
 def test_dropout_is_on_the_adapters_path_alone():
-    layer = LoRALinear(6, 5, dropout=0.5, rngs=nnx.Rngs(0, dropout=1))
-    x = jnp.ones((4, 6))
-    np.testing.assert_array_equal(layer(x), x @ layer.kernel[...])
-    layer.lora_b[...] = jnp.ones((8, 5))
-    assert not np.array_equal(layer(x), layer(x))
+    layer = nnx.jit(lambda: LoRALinear(6, 5, dropout=0.5, rngs=nnx.Rngs(0, dropout=1)))()
+    run = nnx.jit(lambda layer, x: (layer(x), layer(x), x @ layer.kernel[...], x @ layer.merge_weights()))
+    x = np.ones((4, 6), np.float32)
+    found, _, without, _ = run(layer, x)
+    np.testing.assert_array_equal(found, without)
+    layer.lora_b[...] = jax.device_put(np.ones((8, 5), np.float32))
+    found, again, *_ = run(layer, x)
+    assert not np.array_equal(found, again)
     layer.eval()
-    np.testing.assert_array_equal(layer(x), layer(x))
-    np.testing.assert_allclose(layer(x), x @ layer.merge_weights(), atol=1e-5)
+    found, again, _, merged = run(layer, x)
+    np.testing.assert_array_equal(found, again)
+    np.testing.assert_allclose(found, merged, atol=1e-5)
 
 
 def test_the_modules_of_a_model():
-    model = adapted(lora_targets="all")
-    found = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    config = ModelConfig(**SHAPE, use_lora=True, lora_targets="all")
+
+    def of_each():
+        modules = [one for one in Transformer(config, nnx.Rngs(0)).modules() if isinstance(one, LoRALinear)]
+        return [(one.merge_weights(), one.kernel[...]) for one in modules]
+
+    found = jax.eval_shape(of_each)
     assert len(found) == 4  # each of all blocks
-    assert {module.merge_weights().shape for module in found} == {module.kernel.shape for module in found}
+    assert all(merged.shape == kernel.shape for merged, kernel in found)
 
 
 def test_operations_count_no_gradient_of_what_is_frozen():

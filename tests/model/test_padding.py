@@ -42,8 +42,7 @@ def computed(batch, **fields):
 @pytest.mark.parametrize(
     ("fields", "packed"),
     [
-        (EXPERTS | {"gradient_checkpointing": True, "scan_layers": True}, True),
-        (LATENT | {"num_blocks": 1}, True),
+        (EXPERTS | LATENT | {"gradient_checkpointing": True, "scan_layers": True}, True),
         (ADAPTERS | LEARNED | {"sliding_window": True, "context_window": 9, "num_blocks": 1}, False),
         *(
             pytest.param(*one, marks=pytest.mark.long)
@@ -53,6 +52,7 @@ def computed(batch, **fields):
                 ({"pos_encoding": "absolute", "qk_norm": "head", "no_sink": True}, True),
                 ({"dropout_rate": 0.3, "gradient_checkpointing": True, "scan_layers": True}, True),
                 (EXPERTS, False),
+                (EXPERTS | {"gradient_checkpointing": True, "scan_layers": True}, True),
                 (LATENT, True),
                 ({"parametrization": "mup", "base_dim": 16, "sliding_window": True, "context_window": 9}, False),
                 (ADAPTERS, False),
