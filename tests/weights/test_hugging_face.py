@@ -5,7 +5,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -134,7 +133,12 @@ def in_ci(names, *chosen):
 
 def logits(model):
     size = model.config.vocab_size
-    return np.asarray(nnx.jit(lambda m, x: m(x))(model, jnp.arange(40)[None] * 7 % size))
+    return np.asarray(forward(model, np.arange(40, dtype=np.int32)[None] * 7 % size))
+
+
+@nnx.jit
+def forward(model, tokens):
+    return model(tokens)
 
 
 def greedy(model):

@@ -34,7 +34,7 @@ QUIET = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     work = tmp_path_factory.mktemp("init")
-    made = make_run(work / "run", use_moe=True, n_experts=4, sliding_window=True, context_window=9)
+    made = make_run(work / "run", num_blocks=2, use_moe=True, n_experts=4, sliding_window=True, context_window=9)
     export_run(made, "hf", work / "hf")
     (work / "text.txt").write_text(TEXT * 100)
     return work
@@ -47,7 +47,7 @@ def test_it_has_its_shape_weights_and_tokenizer(folder, tmp_path):
     shape = (saved.dim, saved.n_heads, saved.kv_heads, saved.n_experts, saved.context_window, saved.vocab_size)
     assert shape == (32, 4, 2, 4, 9, 257)
     assert saved.max_context == 32, "smaller than its own"
-    tokens = jnp.arange(30)[None]
+    tokens = np.arange(30, dtype=np.int32)[None]
     ours, theirs = (Transformer.from_pretrained(one, best=False) for one in (run, folder / "hf"))
     logits = nnx.jit(lambda model, tokens: model(tokens))
     np.testing.assert_allclose(logits(ours, tokens), logits(theirs, tokens), atol=1e-4)

@@ -134,6 +134,7 @@ def test_what_reads_it(run, data, tmp_path, monkeypatch, capsys):
     assert all(np.allclose(begun[name], merged[name], atol=1e-7) for name in merged)
 
 
+@pytest.mark.long
 def test_text_comes_out_of_it(tmp_path, monkeypatch, capsys):
     """A run that has made its data of text: the merged one reads that, and has its tokenizer."""
     monkeypatch.chdir(tmp_path)
@@ -154,7 +155,6 @@ def test_an_average_is_merged_and_the_type_of_the_parameters_stays(data, tmp_pat
     for name, array in weights_of(tmp_path / "merged").params.items():
         assert array.dtype == kept[name].dtype
         np.testing.assert_array_equal(array, wanted[name].astype(array.dtype))
-    assert evaluate(tmp_path / "merged").losses["val_loss"] > 0
 
 
 def test_of_adapters_the_plain_models_are_merged(run, data, tmp_path):
@@ -166,9 +166,9 @@ def test_of_adapters_the_plain_models_are_merged(run, data, tmp_path):
     for name, array in merged.params.items():
         wanted = 0.5 * np.float64(models[0][name]) + 0.5 * np.float64(models[1][name])
         np.testing.assert_array_equal(array, wanted.astype(np.float32))
-    assert evaluate(tmp_path / "merged").losses["val_loss"] > 0
 
 
+@pytest.mark.long
 def test_the_bits_depend_on_no_device(run, tmp_path):
     """With the eight of this process, and with one in a process of its own."""
     words = ["merge", f"{run}@1:8", "--weights", "1-sqrt", "--out"]
