@@ -59,6 +59,7 @@ def test_integers_in_the_state_are_compared_and_refused_by_virtual_shards(checke
     assert "'calls' of int32" in report.results[-1].text
 
 
+@pytest.mark.long
 def test_a_layout_that_is_left_out_says_why(checked):
     report = checked("packing", **OWN | {"loss": "layouts.odd:plain_loss"})
     assert statuses(report) == {"packing": "left out"}

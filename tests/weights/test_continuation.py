@@ -268,8 +268,8 @@ def test_every_way_of_generating(tmp_path, capsys, name):
         assert text == added(tokenizer, prompt, ids, new)
         assert "".join(generator.stream(prompt, 12, **options)) == text
         words = ["generate", str(run), "--prompt", prompt, "--max_new_tokens", "12", "--temperature", "1"]
-        assert main([*words, "--seed", "2", "--num_samples", "2"]) == 0
-        assert capsys.readouterr().out.endswith(f"--- sample 2, seed 3\n{prompt}{text}\n")
+        assert main([*words, "--seed", "0", "--num_samples", "4"]) == 0
+        assert capsys.readouterr().out.endswith(f"--- sample 4, seed 3\n{prompt}{text}\n")
     assert main([*words, "--seed", "3"]) == 0
     assert capsys.readouterr().out == f"{prompt}{text}\n"
 

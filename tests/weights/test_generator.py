@@ -147,12 +147,21 @@ def test_a_prompt_is_read_whole_and_the_text_ends_at_max_context(
         assert len(said) == (len(prompt) > 63) + (length < asked)
 
 
-def test_a_row_that_is_full_does_not_change_others(tmp_path):
-    fields = {"pos_encoding": "learned", "use_moe": True, "n_experts": 4, "top_k_mlp": 2}
-    generator = Generator(make_run(tmp_path / "run", num_blocks=1, **fields), say=lambda line: None)
+def full_rows(generator):
     options = {"max_new_tokens": 60, "temperature": 0, "stop_at_eos": False}
     rows = generator.generate([LONG[:63], "x", LONG[:40]], **options)
     assert rows == [generator.generate(prompt, **options) for prompt in (LONG[:63], "x", LONG[:40])]
+
+
+def test_a_row_that_is_full_does_not_change_others(generator, monkeypatch):
+    monkeypatch.setattr(generator, "_say", lambda line: None)
+    full_rows(generator)
+
+
+@pytest.mark.long
+def test_a_row_of_experts_that_is_full_does_not_change_others(tmp_path):
+    fields = {"pos_encoding": "learned", "use_moe": True, "n_experts": 4, "top_k_mlp": 2}
+    full_rows(Generator(make_run(tmp_path / "run", num_blocks=1, **fields), say=lambda line: None))
 
 
 def by_hand(generator, ids, count):

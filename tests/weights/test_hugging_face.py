@@ -190,7 +190,7 @@ def test_transformers_gives_our_logits_and_ids(exported, name):
     assert np.array_equal(logits(again), expected), "there and back, nothing is lost"
 
 
-@pytest.mark.parametrize("name", in_ci(THEIRS, "qwen3_moe"))
+@pytest.mark.parametrize("name", in_ci(THEIRS))
 def test_a_model_of_transformers_gives_its_logits_here(theirs, name):
     model = Transformer.from_pretrained(theirs / name)
     expected = np.load(theirs / name / "logits.npy")

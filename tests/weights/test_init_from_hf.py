@@ -34,7 +34,7 @@ QUIET = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     work = tmp_path_factory.mktemp("init")
-    made = make_run(work / "run", num_blocks=2, use_moe=True, n_experts=4, sliding_window=True, context_window=9)
+    made = make_run(work / "run", use_moe=True, n_experts=4, sliding_window=True, context_window=9)
     export_run(made, "hf", work / "hf")
     (work / "text.txt").write_text(TEXT * 100)
     return work
@@ -56,6 +56,7 @@ def test_it_has_its_shape_weights_and_tokenizer(folder, tmp_path):
     assert same.to_dict() == saved.to_dict(), "it can be resumed with the same words"
 
 
+@pytest.mark.long
 def test_without_a_tokenizer_it_trains_on_shards(folder, tmp_path):
     """And says so where it is to read text."""
     shutil.copytree(folder / "hf", tmp_path / "hf", ignore=shutil.ignore_patterns("tokenizer*"))

@@ -125,8 +125,9 @@ def test_what_reads_it(run, data, tmp_path, monkeypatch, capsys):
     assert main(["verify", "merged", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.split("\n", 1)[1])["parts"][0]["state"] == "complete"
     losses = evaluate("merged").losses
-    assert losses.keys() == evaluate(f"{run}@8").losses.keys()
-    assert losses["val_loss"] != evaluate(f"{run}@8").losses["val_loss"]
+    of_run = evaluate(f"{run}@8").losses
+    assert losses.keys() == of_run.keys()
+    assert losses["val_loss"] != of_run["val_loss"]
     assert main(["export", "merged", "--format", "safetensors", "--out", "exported"]) == 0
     assert digest_of("exported") == digest_of("merged")
     fit(data, tmp_path / "begun", init_from="merged", lr=1e-30, weight_decay=0.0, max_steps=1)
@@ -147,7 +148,8 @@ def test_text_comes_out_of_it(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("the")
 
 
-@pytest.mark.parametrize("fields", [{"ema": 0.9}, pytest.param({"use_bf16": True}, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("fields", [{"ema": 0.9}, {"use_bf16": True}])
 def test_an_average_is_merged_and_the_type_of_the_parameters_stays(data, tmp_path, fields):
     trained = fit(data, tmp_path / "run", max_steps=4, **fields)
     merge_run(f"{trained}@2,4", tmp_path / "merged")
