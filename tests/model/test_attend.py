@@ -63,7 +63,7 @@ def with_gradients(mesh, q, k, v, d_out, **options):
     ("mesh", "rows", "length", "heads", "window", "packed", "positions"),
     [
         ("none", 2, 33, (4, 1), 7, True, "none"),
-        ("none", 2, 1101, (2, 1), 300, True, "mixed"),
+        ("none", 1, 1101, (2, 1), 300, True, "mixed"),
         ("8 devices", 8, 33, (2, 1), 9, True, "pairs"),  # whole rows
         ("8 devices", 1, 257, (4, 2), None, False, "none"),  # tokens
         ("8 devices", 1, 259, (2, 1), 40, True, "mixed"),

@@ -202,6 +202,7 @@ def test_a_long_prompt_is_read_by_all_devices(fields, prompts, monkeypatch):
     assert [mesh.shape["tokens"] for mesh in read] == [8 if prompts == 1 else 2]
 
 
+@pytest.mark.long
 def test_the_memory_of_a_long_prompt():
     """No mask of all pairs of tokens, and on 8 devices a part of what one takes."""
     length = 4096

@@ -86,6 +86,7 @@ def test_merged_it_is_a_plain_model_that_does_the_same(name):
     assert np.abs(alone - found).max() > 1e-2, "the adapters count"
 
 
+@pytest.mark.long
 def test_with_a_cache_it_reads_the_same():
     model = adapted(**MLA, lora_targets="all")
     step = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache))

@@ -266,6 +266,7 @@ def test_what_does_not_fit_is_told_what_makes_it_fit(work):
     assert "and fits" in told
 
 
+@pytest.mark.long
 def test_what_a_compiler_refuses_is_refused_with_its_word(work):
     _, told = plan(work, "--target", "v5e:3x5", code=2)
     assert 'v5e:3x5, which its compiler refuses: INVALID_ARGUMENT: Topology layout "v5e:3x5" is not divisible' in told
