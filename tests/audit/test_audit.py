@@ -12,6 +12,8 @@ from flips import KINDS, Flip, audit, flipping, truth
 from roxxel_dist.audit.record import RunRecord
 from roxxel_dist.train.step.bad_steps import BadStep
 
+pytestmark = pytest.mark.xdist_group("audit")  # one run for all of them
+
 
 def contents(folder):
     """Every file below a folder, by its path."""

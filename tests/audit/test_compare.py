@@ -8,6 +8,8 @@ import pytest
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
 
+pytestmark = pytest.mark.xdist_group("audit")  # one run for all of them
+
 
 def compare(capsys, *runs):
     capsys.readouterr()

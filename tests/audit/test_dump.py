@@ -7,6 +7,8 @@ import pytest
 
 from roxxel_dist.cli import main
 
+pytestmark = pytest.mark.xdist_group("audit")  # one run for all of them
+
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 8])
 def test_a_step_is_written_as_arrays_and_as_a_table(step, clean, tmp_path, capsys):

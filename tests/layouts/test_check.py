@@ -38,7 +38,11 @@ def test_an_own_model_agrees_in_all_layouts(checked):
         pytest.param({"loss": "layouts.odd:random_by_callback"}, "random by itself: two runs", marks=pytest.mark.long),
         ({"loss": "layouts.odd:without_return"}, "returned None"),
         pytest.param({"loss": "layouts.odd:random_by_numpy"}, "random by itself: two traces", marks=pytest.mark.long),
-        ({"model": "layouts.odd:build_of_ten_tokens"}, "the loss is nan on one device.*Token ids go up to 36"),
+        pytest.param(
+            {"model": "layouts.odd:build_of_ten_tokens"},
+            "the loss is nan on one device.*Token ids go up to 36",
+            marks=pytest.mark.long,
+        ),
         ({"model": "layouts.odd:build_with_integers"}, "has no gradient"),
         ({"model": "layouts.odd:build_huge"}, "does not fit"),
     ],
@@ -55,6 +59,7 @@ def test_integers_in_the_state_are_compared_and_refused_by_virtual_shards(checke
     assert "'calls' of int32" in report.results[-1].text
 
 
+@pytest.mark.long
 def test_a_layout_that_is_left_out_says_why(checked):
     report = checked("packing", **OWN | {"loss": "layouts.odd:plain_loss"})
     assert statuses(report) == {"packing": "left out"}

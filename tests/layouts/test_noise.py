@@ -23,7 +23,8 @@ SOUND = (
     "by_a_scan",
     "drawn_and_not_used",
 )
-QUICK = {"index_of_the_device", "keys_of_rows_on_devices"}
+QUICK = {"index_of_the_device"}
+"""Sound noise beside that of dropout, as the model of test_the_command has it, is of long tests."""
 
 
 def of_kind(checked, kind, *layouts):

@@ -59,8 +59,6 @@ PLANTED = {
 PACKED = {"phases": [{"steps": 1, "batch_size": 16, "seq_len": 33, "packing": "documents"}]}
 EXTRA = {"segments_at_border": PACKED}
 """More fields of a config."""
-QUICK = ("double_psum",)
-"""Beside those of test_the_command and test_trainer."""
 
 
 def fields(name, part):
@@ -88,13 +86,8 @@ def check(checked, name):
     return results[wrong]
 
 
-@pytest.mark.parametrize("name", [QUICK[0], *(pytest.param(name, marks=pytest.mark.long) for name in QUICK[1:])])
-def test_a_mistake_is_named(checked, name):
-    check(checked, name)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(PLANTED.keys() - {*QUICK, "stopped_gradient"}))
+@pytest.mark.parametrize("name", sorted(PLANTED.keys() - {"stopped_gradient"}))
 def test_every_mistake_is_named(checked, name):
     check(checked, name)
 

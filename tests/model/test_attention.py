@@ -1,10 +1,10 @@
 """Heads, windows, segments and the gate of attention, against plain numpy."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models import transformer, with_numbers
 from plain_numpy import float64, mix, sigmoid, turn, visible
 
 from roxxel_dist.model.attention import Attention
@@ -34,9 +34,10 @@ def run(attention, x, metadata):
 
 
 def layer(**fields):
-    """With weights ten times their usual size, so that scores differ enough for a mistake to show."""
-    attention = Attention(ModelConfig(dim=32, num_blocks=1, vocab_size=50, **fields), nnx.Rngs(0))
-    nnx.update(attention, jax.tree.map(lambda p: p * 10, nnx.state(attention, nnx.Param)))
+    """With scores that differ enough for a mistake to show."""
+    config = ModelConfig(dim=32, num_blocks=1, vocab_size=50, **fields)
+    attention = with_numbers(lambda: Attention(config, nnx.Rngs(0)))
+    nnx.update(attention, jax.tree.map(lambda p: jax.device_put(np.asarray(p) / 2), nnx.state(attention, nnx.Param)))
     return attention
 
 
@@ -68,10 +69,11 @@ def plain(attention, config, x, positions, segments):
 )
 def test_it_is_plain_numpy(fields, packed):
     attention, config = layer(**fields), ModelConfig(dim=32, num_blocks=1, **fields)
-    x = jax.random.normal(jax.random.key(3), (2, LENGTH, 32))
+    x = np.random.default_rng(3).normal(size=(2, LENGTH, 32)).astype(np.float32)
     segments, positions = (DOCUMENTS, PLACES) if packed else (ONE, np.arange(LENGTH))
-    same = jnp.asarray(segments[:, None] == segments)[None, None] if packed else None
-    found, held = run(attention, x, AttentionMetadata(jnp.asarray(positions), same))
+    same = (segments[:, None] == segments)[None, None] if packed else None
+    found, held = run(attention, x, AttentionMetadata(positions.astype(np.int32), same))
+    found = np.asarray(found)
     assert held is None
     for row in range(2):
         expected = plain(attention, config, float64(x[row]), positions, segments)
@@ -81,21 +83,22 @@ def test_it_is_plain_numpy(fields, packed):
 
 def test_a_window_ends_where_it_says():
     """One layer: position 7 sees 5, 6 and 7."""
-    attention, x = layer(sliding_window=True, context_window=3), jax.random.normal(jax.random.key(0), (1, 9, 32))
-    metadata = AttentionMetadata(jnp.arange(9), None)
-    before = run(attention, x, metadata)[0][0, 7]
+    attention = layer(sliding_window=True, context_window=3)
+    x = np.random.default_rng(0).normal(size=(1, 9, 32)).astype(np.float32)
+    metadata = AttentionMetadata(np.arange(9, dtype=np.int32), None)
+    before = np.asarray(run(attention, x, metadata)[0])[0, 7]
     for place, matters in ((3, False), (4, False), (5, True), (6, True), (7, True), (8, False)):
-        after = run(attention, x.at[0, place].add(1.0), metadata)[0][0, 7]
+        changed = x.copy()
+        changed[0, place] += 1
+        after = np.asarray(run(attention, changed, metadata)[0])[0, 7]
         assert np.array_equal(before, after) != matters, place
 
 
 def test_a_window_of_the_whole_row_is_none():
-    x = jax.random.randint(jax.random.key(0), (2, 20), 0, 50)
+    x = np.random.default_rng(0).integers(0, 50, (2, 20), np.int32)
     shape = {"dim": 32, "num_blocks": 1, "vocab_size": 50}
-    whole, window = (
-        nnx.jit(Transformer.__call__)(Transformer(ModelConfig(**shape, **fields), nnx.Rngs(0)), x)
-        for fields in ({}, {"sliding_window": True, "context_window": 20})
-    )
+    models = [transformer(**shape, **fields) for fields in ({}, {"sliding_window": True, "context_window": 20})]
+    whole, window = nnx.jit(lambda models: [model(x) for model in models])(models)
     np.testing.assert_allclose(whole, window, atol=1e-6)
 
 
@@ -119,7 +122,7 @@ def test_rematerialised_gradients_are_the_same():
 def test_flops_of_a_window_and_a_gate():
     shape = {"dim": 32, "num_blocks": 2, "vocab_size": 50}
     plain, window, gate = (
-        Transformer(ModelConfig(**shape, **fields), nnx.Rngs(0))
+        nnx.eval_shape(lambda fields=fields: Transformer(ModelConfig(**shape, **fields), nnx.Rngs(0)))
         for fields in ({}, {"sliding_window": True, "context_window": 8}, {"no_sink": True})
     )
     assert plain.flops_per_token(20) - window.flops_per_token(20) == 12 * 2 * 32 * (20 - 8)

@@ -60,7 +60,9 @@ def check(arrays, segments, window, found=None, accuracy=1e-5):
         pytest.param(2, 33, 2, 2, 0, 7, [(34, 34, True, False)], marks=pytest.mark.long),
         (2, 33, 4, 2, 3, None, [(128, 128, True, True)]),
         (1, 256, 4, 1, 9, 20, [(256, 256, True, True)]),  # the window is in the bias
-        (2, 300, 4, 2, 5, None, [(128, 128, True, True), (128, 128, False, True)]),  # in pairs of blocks
+        pytest.param(
+            2, 300, 4, 2, 5, None, [(128, 128, True, True), (128, 128, False, True)], marks=pytest.mark.long
+        ),  # in pairs of blocks
         (1, 700, 2, 1, 3, 150, [(128, 128, True, True), (128, 128, False, True)]),
         pytest.param(1, 700, 2, 2, 60, None, [(128, 128, True, True), (128, 128, False, True)], marks=pytest.mark.long),
         pytest.param(

@@ -54,7 +54,7 @@ def check(mesh, rows, length, shapes, window, packed, *options, **more):
     [
         pytest.param(2, 1, 1, 1024, 2, 1, None, False, marks=pytest.mark.long),
         (4, 1, 2, 506, 2, 2, None, True),  # 2 rows x 2 devices, and a remainder
-        (3, 1, 1, 750, 2, 1, 200, True),  # the neighbours of a window
+        pytest.param(3, 1, 1, 750, 2, 1, 200, True, marks=pytest.mark.long),  # the neighbours of a window
         pytest.param(3, 1, 1, 750, 1, 1, 700, False, marks=pytest.mark.long),  # a window that is nearly the row
         pytest.param(4, 2, 1, 512, 4, 2, 100, False, marks=pytest.mark.long),  # and heads over "tensor"
         pytest.param(8, 1, 1, 2041, 2, 1, None, True, marks=pytest.mark.long),

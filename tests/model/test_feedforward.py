@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from models import with_numbers
 
 from roxxel_dist.model.config import ACTIVATIONS, ModelConfig
 from roxxel_dist.model.mlp import FeedForward, activation
@@ -24,25 +25,23 @@ BENDS = {
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_against_plain_numpy(name, gated):
-    layer = FeedForward(ModelConfig(dim=16, use_swiglu=gated, activation=name), nnx.Rngs(0))
+    config = ModelConfig(dim=16, use_swiglu=gated, activation=name)
+    layer = with_numbers(lambda: FeedForward(config, nnx.Rngs(0)))
     first = layer.gate_up
-    first.kernel[...] = first.kernel[...] * 50
-    layer.down.kernel[...] = layer.down.kernel[...] * 50
-    x = jax.random.normal(jax.random.key(1), (2, 7, 16))
+    x = np.random.default_rng(1).normal(size=(2, 7, 16)).astype(np.float32)
     inner = np.einsum("bld,dpf->pblf", np.asarray(x, np.float64), np.asarray(first.kernel[...], np.float64))
     inner = BENDS[name](inner[0]) * (inner[1] if gated else 1)
     expected = inner @ np.asarray(layer.down.kernel[...], np.float64)
-    y, balance = layer(x)
+    y, balance = nnx.jit(lambda layer, x: layer(x))(layer, x)
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
     assert float(balance) == 0
 
 
 def test_gated_or_plain_it_has_about_the_same_parameters():
-    sizes = [
-        sum(p.size for p in jax.tree.leaves(nnx.state(FeedForward(ModelConfig(dim=96, use_swiglu=g), nnx.Rngs(0)))))
-        for g in (True, False)
-    ]
+    configs = [ModelConfig(dim=96, use_swiglu=gated) for gated in (True, False)]
+    layers = [nnx.eval_shape(lambda config=config: FeedForward(config, nnx.Rngs(0))) for config in configs]
+    sizes = [sum(p.size for p in jax.tree.leaves(nnx.state(layer))) for layer in layers]
     assert sizes[1] == 2 * 4 * 96 * 96
     assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
 

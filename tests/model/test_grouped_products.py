@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental import pallas
+from models import with_numbers
 
 from roxxel_dist.cluster.mesh import make_mesh, replicate
 from roxxel_dist.model import grouped_products, moe
@@ -71,12 +72,15 @@ def by_hand(x, g, w, counts):
 )
 def test_the_kernels_of_gpus(interpreted, counts, sizes, dtype, bound):
     random = np.random.default_rng(0)
-    x, g = (jnp.asarray(random.normal(size=(sum(counts), size)), dtype) for size in sizes)
-    w, count_E = jnp.asarray(random.normal(size=(len(counts), *sizes)), dtype), jnp.asarray(counts, jnp.int32)
-    y, dx = jax.jit(product_gpu)(x, w, count_E), jax.jit(partial(product_gpu, transposed=True))(g, w, count_E)
-    for found, wanted in zip(
-        (y, dx, jax.jit(matrix_gradient_gpu)(x, g, count_E)), by_hand(x, g, w, counts), strict=True
-    ):
+    x, g = (random.normal(size=(sum(counts), size)).astype(dtype) for size in sizes)
+    w, count_E = random.normal(size=(len(counts), *sizes)).astype(dtype), np.asarray(counts, np.int32)
+
+    @jax.jit
+    def products(x, g, w):
+        y, dx = product_gpu(x, w, count_E), product_gpu(g, w, count_E, transposed=True)
+        return y, dx, matrix_gradient_gpu(x, g, count_E)
+
+    for found, wanted in zip(products(x, g, w), by_hand(x, g, w, counts), strict=True):
         assert found.dtype == dtype
         np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=bound * np.abs(wanted).max())
 
@@ -87,16 +91,19 @@ def test_the_kernel_of_tpus(counts, sizes):
     """Groups may be empty, and share a block of rows."""
     random = np.random.default_rng(0)
     x, g = (random.normal(size=(sum(counts), size)).astype(np.float32) for size in sizes)
-    found = matrix_gradient_tpu(jnp.asarray(x), jnp.asarray(g), jnp.asarray(counts, jnp.int32), interpret=True)
+    found = jax.jit(partial(matrix_gradient_tpu, interpret=True))(x, g, np.asarray(counts, np.int32))
     wanted = by_hand(x, g, np.zeros((len(counts), *sizes)), counts)[2]
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+row_blocks = jax.jit(RowBlocks.of, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("counts", [*COUNTS, (1,), (0, 0, 7), (5, 3, 250, 1, 0, 0, 31, 16), (1,) * 20], ids=str)
 @pytest.mark.parametrize("size", [16, pytest.param(128, marks=pytest.mark.long)])
 def test_each_row_is_in_one_block_of_its_group(counts, size):
     rows, seen = sum(counts), []
-    blocks = RowBlocks.of(jnp.asarray(counts, jnp.int32), rows, size)
+    blocks = row_blocks(np.asarray(counts, np.int32), rows, size)
     of_row = np.repeat(np.arange(len(counts)), counts)
     for group, first, end in zip(*map(np.asarray, blocks), strict=True):
         assert 0 <= end - first <= size
@@ -117,20 +124,21 @@ def test_a_wide_step_computes_few_rows_in_vain():
     """8 experts, of which 2: what is computed is at most 1.3 times what is needed, however the tokens choose."""
     rows, size = 32_768 * 2, grouped_products.row_block(32_768 * 2, 8)
     for counts in ((rows // 8,) * 8, (1,) * 7 + (rows - 7,), (129,) * 7 + (rows - 7 * 129,)):
-        first, end = map(np.asarray, RowBlocks.of(jnp.asarray(counts, jnp.int32), rows, size)[1:])
+        first, end = map(np.asarray, row_blocks(np.asarray(counts, np.int32), rows, size)[1:])
         assert (end > first).sum() * size <= 1.3 * rows
 
 
 def layer(**fields):
     shape = {"dim": 32, "num_blocks": 1, "use_moe": True, "n_experts": 8, "top_k_mlp": 2, "hidden_dim": 24} | fields
-    made = moe.MixtureOfExperts(ModelConfig(**shape), nnx.Rngs(0))
-    for _, weight in nnx.to_flat_state(nnx.state(made)):
-        weight[...] = weight[...] * 20
-    return made
+    return with_numbers(lambda: moe.MixtureOfExperts(ModelConfig(**shape), nnx.Rngs(0)))
+
+
+def numbers(*shape):
+    return np.random.default_rng(1).normal(size=shape).astype(np.float32)
 
 
 def results(form, made, x, dtype=jnp.float32):
-    chosen, gates = moe.choose(jax.nn.softmax(made.router(x)), made.top_k)
+    chosen, gates = nnx.jit(lambda made, x: moe.choose(jax.nn.softmax(made.router(x)), made.top_k))(made, x)
 
     def total(x, gates, first, second):
         y = form(x.astype(dtype), chosen, gates, first.astype(dtype), second.astype(dtype), made.activate)
@@ -167,7 +175,7 @@ def compare(found, expected, bound):
     ids=str,
 )
 def test_experts_are_those_of_every_expert(gpu, fields, tokens, dtype):
-    made, x = layer(**fields), jax.random.normal(jax.random.key(1), (tokens, 32))
+    made, x = layer(**fields), numbers(tokens, 32)
     assert moe.by_groups(tokens * made.top_k, made.n_experts, made.top_k)
     bound = 1e-5 if dtype == jnp.float32 else 2e-2
     compare(results(moe.experts, made, x, dtype), results(moe.dense, made, x, dtype), bound)
@@ -175,7 +183,7 @@ def test_experts_are_those_of_every_expert(gpu, fields, tokens, dtype):
 
 @pytest.mark.long
 def test_tokens_of_one_expert_leave_the_others_without_gradient(gpu):
-    made, x = layer(top_k_mlp=1), jnp.abs(jax.random.normal(jax.random.key(1), (50, 32)))
+    made, x = layer(top_k_mlp=1), np.abs(numbers(50, 32))
     made.router.kernel[...] = jnp.zeros((32, 8)).at[:, 3].set(5.0)
     gradients, _ = results(moe.experts, made, x)
     for gradient in gradients[2:]:
@@ -255,7 +263,7 @@ def test_a_card_without_the_kernel_is_said_once(monkeypatch, caplog, device, exp
 
 
 def test_tokens_that_the_devices_do_not_divide_are_computed_by_every_expert(monkeypatch, caplog):
-    made, x = layer(), jax.random.normal(jax.random.key(1), (3, 5, 32))
+    made, x = layer(), numbers(3, 5, 32)
     expected = nnx.jit(lambda made, x: made(x)[0])(made, x)
     set_device(monkeypatch, H200)
     moe._say_once.cache_clear()

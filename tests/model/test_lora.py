@@ -1,7 +1,6 @@
 """Low-rank adapters: what they compute, what they are merged to, which parameters are theirs."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -28,8 +27,9 @@ def made(**fields):
     config = ModelConfig(**{**SHAPE, "lora_rank": 4, **fields})
     graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))), nnx.Param, ...)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 8, leaf.dtype), params)
-    model = nnx.merge(graphdef, params, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest))
+    params = jax.tree.map(lambda leaf: jax.device_put((rng.normal(size=leaf.shape) / 8).astype(leaf.dtype)), params)
+    rest = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)), rest)
+    model = nnx.merge(graphdef, params, rest)
     model.eval()
     return model
 
@@ -50,18 +50,22 @@ def logits(model, tokens):
 
 
 def tokens(length=20):
-    return jnp.asarray(np.random.default_rng(7).integers(0, 50, (2, length)), jnp.int32)
+    return np.random.default_rng(7).integers(0, 50, (2, length), np.int32)
 
 
 def test_a_layer_is_what_the_paper_says():
-    layer = LoRALinear(6, 5, rank=2, alpha=8.0, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (3, 6))
-    np.testing.assert_array_equal(layer(x), x @ layer.kernel[...])  # B is zero at first
-    layer.lora_b[...] = jax.random.normal(jax.random.key(2), (2, 5))
+    layer = nnx.jit(lambda: LoRALinear(6, 5, rank=2, alpha=8.0, rngs=nnx.Rngs(0)))()
+    run = nnx.jit(lambda layer, x: (layer(x), x @ layer.kernel[...], layer.merge_weights()))
+    draws = np.random.default_rng(1)
+    x = draws.normal(size=(3, 6)).astype(np.float32)
+    found, without, _ = run(layer, x)
+    np.testing.assert_array_equal(found, without)  # B is zero at first
+    layer.lora_b[...] = jax.device_put(draws.normal(size=(2, 5)).astype(np.float32))
     kernel, a, b = (np.asarray(one[...], np.float64) for one in (layer.kernel, layer.lora_a, layer.lora_b))
     whole = kernel + 8.0 / 2 * a @ b
-    np.testing.assert_allclose(layer(x), np.asarray(x, np.float64) @ whole, atol=1e-5)
-    np.testing.assert_allclose(layer.merge_weights(), whole, atol=1e-6)
+    found, _, merged = run(layer, x)
+    np.testing.assert_allclose(found, np.asarray(x, np.float64) @ whole, atol=1e-5)
+    np.testing.assert_allclose(merged, whole, atol=1e-6)
     assert 0.1 < np.abs(a).max() <= 6**-0.5
 
 
@@ -76,18 +80,19 @@ def test_merged_it_is_a_plain_model_that_does_the_same(name):
     names = split_module(plain)[0].params.names
     weights = merge_adapters(frozen | params, parts.scales)
     assert set(weights) == set(names) | (set(frozen) - set(parts.frozen.names))
-    found = logits(with_weights(plain, weights), tokens())
+    found = np.asarray(logits(with_weights(plain, weights), tokens()))
     np.testing.assert_allclose(found, logits(model, tokens()), atol=1e-5 * np.abs(found).max())
     alone = logits(with_weights(plain, {name: frozen[name] for name in names}), tokens())
     assert np.abs(alone - found).max() > 1e-2, "the adapters count"
 
 
+@pytest.mark.long
 def test_with_a_cache_it_reads_the_same():
     model = adapted(**MLA, lora_targets="all")
     step = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache))
     first, cache = step(model, tokens()[:, :13], model.empty_cache(2))
     last, _ = step(model, tokens()[:, 13:], cache)
-    whole = logits(model, tokens())
+    whole = np.asarray(logits(model, tokens()))
     np.testing.assert_allclose(np.concatenate([first, last], 1), whole, atol=1e-5 * np.abs(whole).max())
 
 
@@ -101,21 +106,30 @@ def test_few_parameters_are_adapters():
 
 
 def test_dropout_is_on_the_adapters_path_alone():
-    layer = LoRALinear(6, 5, dropout=0.5, rngs=nnx.Rngs(0, dropout=1))
-    x = jnp.ones((4, 6))
-    np.testing.assert_array_equal(layer(x), x @ layer.kernel[...])
-    layer.lora_b[...] = jnp.ones((8, 5))
-    assert not np.array_equal(layer(x), layer(x))
+    layer = nnx.jit(lambda: LoRALinear(6, 5, dropout=0.5, rngs=nnx.Rngs(0, dropout=1)))()
+    run = nnx.jit(lambda layer, x: (layer(x), layer(x), x @ layer.kernel[...], x @ layer.merge_weights()))
+    x = np.ones((4, 6), np.float32)
+    found, _, without, _ = run(layer, x)
+    np.testing.assert_array_equal(found, without)
+    layer.lora_b[...] = jax.device_put(np.ones((8, 5), np.float32))
+    found, again, *_ = run(layer, x)
+    assert not np.array_equal(found, again)
     layer.eval()
-    np.testing.assert_array_equal(layer(x), layer(x))
-    np.testing.assert_allclose(layer(x), x @ layer.merge_weights(), atol=1e-5)
+    found, again, _, merged = run(layer, x)
+    np.testing.assert_array_equal(found, again)
+    np.testing.assert_allclose(found, merged, atol=1e-5)
 
 
 def test_the_modules_of_a_model():
-    model = adapted(lora_targets="all")
-    found = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    config = ModelConfig(**SHAPE, use_lora=True, lora_targets="all")
+
+    def of_each():
+        modules = [one for one in Transformer(config, nnx.Rngs(0)).modules() if isinstance(one, LoRALinear)]
+        return [(one.merge_weights(), one.kernel[...]) for one in modules]
+
+    found = jax.eval_shape(of_each)
     assert len(found) == 4  # each of all blocks
-    assert {module.merge_weights().shape for module in found} == {module.kernel.shape for module in found}
+    assert all(merged.shape == kernel.shape for merged, kernel in found)
 
 
 def test_operations_count_no_gradient_of_what_is_frozen():

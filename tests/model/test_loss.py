@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import with_numbers
 from own_model import Attending
 
 from roxxel_dist.cluster.exit_codes import UserError
@@ -40,9 +41,15 @@ class Through(nnx.Module):
 
 def taken(**fields):
     """Without its blocks: what is between embedding and loss is all one to the loss, and takes long to compile."""
-    model = Transformer(ModelConfig(**SMALL | fields), nnx.Rngs(params=0, dropout=1))
-    model.blocks = Through()
-    return split_module(model)
+
+    config = ModelConfig(**SMALL | fields)
+
+    def make():
+        model = Transformer(config, nnx.Rngs(params=0, dropout=1))
+        model.blocks = Through()
+        return model
+
+    return split_module(with_numbers(make, alpha_balance=config.alpha_balance))
 
 
 def measure(batch, dtype=None, **fields):
@@ -55,10 +62,14 @@ def measure(batch, dtype=None, **fields):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
+def words(*shape, vocabulary=50):
+    return np.random.default_rng(0).integers(0, vocabulary, shape, np.int32)
+
+
 def batches():
-    tokens = jax.random.randint(jax.random.key(0), (3, 24), 0, 50)
-    places = jnp.stack([jnp.arange(24) % size for size in (7, 24, 10)])
-    segments = jnp.stack([jnp.arange(24) // size for size in (7, 24, 10)])
+    tokens = words(3, 24)
+    places = np.stack([np.arange(24, dtype=np.int32) % size for size in (7, 24, 10)])
+    segments = np.stack([np.arange(24, dtype=np.int32) // size for size in (7, 24, 10)])
     return tokens, Packed(tokens, segments, places)
 
 
@@ -115,7 +126,7 @@ def test_losses_and_gradients_are_those_by_hand(monkeypatch, passes, cases):
     the one pass of GPUs, and by that of others."""
     platform = "gpu" if passes == "one" else "cpu"
     monkeypatch.setattr(entropy, "device_type", lambda mesh: SimpleNamespace(platform=platform))
-    random, wrong = np.random.default_rng(0), []
+    random, wrong, wanted, drawn, ways = np.random.default_rng(0), [], [], [], []
     targets = random.integers(0, 40, (3, 10))
     weights = np.float32(random.random((3, 10)) * (random.random((3, 10)) < 0.7))
     for tied, z_loss, cap, chunks, scale in cases:
@@ -130,26 +141,33 @@ def test_losses_and_gradients_are_those_by_hand(monkeypatch, passes, cases):
             found = entropy.cross_entropy(head, [matrix if tied else matrix.T], x, targets, chunks)
             return (weights * (found.losses + z_loss * found.log_sums**2)).sum(), found
 
-        expected = by_hand(x, matrix, targets, weights, z_loss, cap)
         for way in (total, plain):
-            (value, found), gradients = jax.value_and_grad(way, (0, 1), has_aux=True)(x, matrix)
-            for name, one, other in zip(
-                ("sum", "losses", "of x", "of the matrix"), (value, found.losses, *gradients), expected, strict=True
-            ):
-                error = np.abs(np.asarray(one, np.float64) - other).max() / np.abs(other).max()
-                if not error < 3e-6 * max(scale, 1):  # logits of 200 are off by as much
-                    wrong.append((way.__name__, name, tied, z_loss, cap, chunks, scale, error))
+            ways.append(jax.value_and_grad(way, (0, 1), has_aux=True))
+            drawn.append((x, matrix))
+            wanted.append(by_hand(x, matrix, targets, weights, z_loss, cap))
+    results = jax.jit(lambda all_: [way(*each) for way, each in zip(ways, all_, strict=True)])(drawn)
+    for number, (((value, found), gradients), expected) in enumerate(zip(results, wanted, strict=True)):
+        case, scale = cases[number // 2], cases[number // 2][-1]
+        for name, one, other in zip(
+            ("sum", "losses", "of x", "of the matrix"), (value, found.losses, *gradients), expected, strict=True
+        ):
+            error = np.abs(np.asarray(one, np.float64) - other).max() / np.abs(other).max()
+            if not error < 3e-6 * max(scale, 1):  # logits of 200 are off by as much
+                wrong.append((("total", "plain")[number % 2], name, *case, error))
     assert not wrong
 
 
 @pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
 def test_a_logit_that_is_no_number_is_seen(monkeypatch, odd):
     """As by `jax.nn.logsumexp`: what masks a word with -inf is fine, anything else makes the loss no number."""
-    logits = jnp.zeros((2, 5)).at[0, 3].set(odd)
-    found = [entropy.losses_of_logits(logits, jnp.array([1, 1])).losses]
-    monkeypatch.setattr(entropy, "device_type", lambda mesh: SimpleNamespace(platform="gpu"))
-    found.append(entropy.losses_of_logits(logits, jnp.array([1, 1])).losses)
-    assert [bool(jnp.isfinite(losses[0])) for losses in found] == [odd == -np.inf] * 2
+    logits, targets = np.zeros((2, 5), np.float32), np.array([1, 1])
+    logits[0, 3] = odd
+    found = []
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(entropy, "device_type", lambda mesh, of=platform: SimpleNamespace(platform=of))
+        losses = jax.jit(lambda logits: entropy.losses_of_logits(logits, targets).losses)(logits)
+        found.append(np.asarray(losses))
+    assert [bool(np.isfinite(losses[0])) for losses in found] == [odd == -np.inf] * 2
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-6)
 
 
@@ -158,20 +176,27 @@ def test_a_single_number_of_the_losses_has_its_own_gradient():
     tokens, _ = batches()
     parts, params, rest, settings = taken(z_loss=0.1, weight_tying=False, loss_chunk=17)
 
-    def gradient(pick):
-        def loss(params):
+    picks = (
+        lambda found: found["loss"] + found["balance_loss"],
+        lambda found: found["loss"],
+        lambda found: found["balance_loss"],
+        lambda found: found["row_loss"].mean(),
+    )
+
+    @jax.jit
+    def gradients(params):
+        def loss(params, pick):
             return pick(token_losses(parts.merge(params, rest, settings, training=True), tokens))
 
-        return jax.grad(loss)(params)["head.kernel"]
+        return [jax.grad(loss)(params, pick)["head.kernel"] for pick in picks]
 
-    both = gradient(lambda found: found["loss"] + found["balance_loss"])
-    apart = gradient(lambda found: found["loss"]), gradient(lambda found: found["balance_loss"])
+    both, *apart, of_rows = map(np.asarray, gradients(params))
     np.testing.assert_allclose(both, sum(apart), atol=1e-6)
-    np.testing.assert_allclose(gradient(lambda found: found["row_loss"].mean()), apart[0], atol=1e-6)
-    assert min(float(jnp.abs(one).max()) for one in apart) > 1e-4
+    np.testing.assert_allclose(of_rows, apart[0], atol=1e-6)
+    assert min(np.abs(one).max() for one in apart) > 1e-4
 
 
-@pytest.mark.parametrize("devices", ["8 of fsdp", "tensor", "tokens"])
+@pytest.mark.parametrize("devices", [pytest.param("8 of fsdp", marks=pytest.mark.long), "tensor", "tokens"])
 def test_the_head_is_sent_once(devices):
     """In its own type, and its gradient in float32: no loop holds a collective."""
     mesh = {
@@ -184,19 +209,19 @@ def test_the_head_is_sent_once(devices):
     shardings["embedding.embedding"] = NamedSharding(
         mesh, P(None, ("fsdp", "tokens") if devices == "tokens" else "fsdp")
     )
-    tokens = jax.random.randint(jax.random.key(0), (8 if devices != "tokens" else 4, 24), 0, 8192)
+    tokens = words(8 if devices != "tokens" else 4, 24, vocabulary=8192)
 
     def loss(params, tokens):
         return next_token_loss(parts.merge(cast(params, jnp.bfloat16), rest, settings, training=True), tokens)
 
     with jax.set_mesh(mesh):
         step = jax.jit(jax.value_and_grad(loss), in_shardings=(shardings, None), out_shardings=(None, shardings))
-        text = step.lower(params, tokens).compile().as_text()
-        value, gradients = step(params, tokens)
+        step = step.lower(params, tokens).compile()
+        text, (value, gradients) = step.as_text(), step(jax.device_put(params, shardings), tokens)
     expected, of_all = jax.jit(jax.value_and_grad(loss))(params, tokens)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    off = jnp.linalg.norm(jax.device_get(gradients["embedding.embedding"]) - of_all["embedding.embedding"])
-    assert off < 0.02 * jnp.linalg.norm(of_all["embedding.embedding"])
+    found, whole = (np.asarray(leaves["embedding.embedding"]) for leaves in (gradients, of_all))
+    assert np.linalg.norm(found - whole) < 0.02 * np.linalg.norm(whole)
     inside = [
         line
         for body in loop_bodies(text)
@@ -218,11 +243,11 @@ def loop_bodies(text):
 
 def test_gradients_of_bfloat16_are_added_up_in_float32():
     """One token at a time, so that there is much to add up."""
-    tokens = jax.random.randint(jax.random.key(0), (2, 64), 0, 50)
-    exact = measure(tokens)[1]["embedding.embedding"]
+    tokens = words(2, 64)
+    exact = np.asarray(measure(tokens)[1]["embedding.embedding"])
 
     def off(**fields):
-        return float(jnp.linalg.norm(measure(tokens, jnp.bfloat16, **fields)[1]["embedding.embedding"] - exact))
+        return np.linalg.norm(measure(tokens, jnp.bfloat16, **fields)[1]["embedding.embedding"] - exact)
 
     assert off(loss_chunk=2) < 1.5 * off()
 
@@ -265,7 +290,7 @@ class Whole(Attending):
 
 
 def of_own(kind, batch, dtype=None, vocabulary=50):
-    parts, params, rest, settings = split_module(kind(vocabulary, 16, 1, 2, nnx.Rngs(0)))
+    parts, params, rest, settings = split_module(with_numbers(lambda: kind(vocabulary, 16, 1, 2, nnx.Rngs(0))))
 
     def loss(params):
         found = token_losses(parts.merge(cast(params, dtype), rest, settings, training=True), batch)
@@ -274,30 +299,31 @@ def of_own(kind, batch, dtype=None, vocabulary=50):
     return jax.jit(jax.value_and_grad(loss, has_aux=True)), params
 
 
-def test_a_model_of_ones_own_in_chunks(monkeypatch):
-    """5 tokens of each of 3 rows at a time, in float32 and bfloat16, packed and not."""
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.long), True])
+def test_a_model_of_ones_own_in_chunks(packed, monkeypatch):
+    """5 tokens of each of 3 rows at a time, in float32 and bfloat16."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 3 * 5 * 50)
-    for batch in batches():
-        step, params = of_own(Attending, batch)
-        assert "f32[3,23,50]" not in str(jax.make_jaxpr(step)(params))
-        (_, found), gradients = step(params)
-        (_, expected), whole = of_own(Whole, batch)[0](params)
-        for name, value in expected.items():
-            np.testing.assert_allclose(found[name], value, rtol=2e-6, err_msg=name)
-        for name, leaf in whole.items():
-            np.testing.assert_allclose(gradients[name], leaf, atol=1e-6, err_msg=name)
-        half = of_own(Attending, batch, jnp.bfloat16)[0](params)[1]
-        off, plain_off = (
-            float(jnp.linalg.norm(found["out.kernel"] - whole["out.kernel"]))
-            for found in (half, of_own(Whole, batch, jnp.bfloat16)[0](params)[1])
-        )
-        assert off < 1.5 * plain_off
+    batch = batches()[packed]
+    step, params = of_own(Attending, batch)
+    assert "f32[3,23,50]" not in str(step.trace(params).jaxpr)
+    (_, found), gradients = step(params)
+    (_, expected), whole = of_own(Whole, batch)[0](params)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=2e-6, err_msg=name)
+    for name, leaf in whole.items():
+        np.testing.assert_allclose(gradients[name], leaf, atol=1e-6, err_msg=name)
+    half = of_own(Attending, batch, jnp.bfloat16)[0](params)[1]
+    off, plain_off = (
+        np.linalg.norm(np.asarray(found["out.kernel"]) - whole["out.kernel"])
+        for found in (half, of_own(Whole, batch, jnp.bfloat16)[0](params)[1])
+    )
+    assert off < 1.5 * plain_off
 
 
 def test_the_gradient_of_a_chunk_is_of_what_logits_use(monkeypatch):
     """The loop over the chunks carries no sum for the embedding or the layers."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 3 * 5 * 20_000)
-    step, params = of_own(Attending, jnp.zeros((3, 24), jnp.int32), vocabulary=20_000)
+    step, params = of_own(Attending, np.zeros((3, 24), np.int32), vocabulary=20_000)
     inside = jax.make_jaxpr(step)(params).jaxpr.eqns[0].params["jaxpr"].eqns
     summed = {var.aval.shape for eqn in inside if eqn.primitive.name == "scan" for var in eqn.outvars}
     assert (16, 20_000) in summed
@@ -310,7 +336,7 @@ class Wrong(Attending):
 
 
 def test_states_of_another_shape_are_refused():
-    step, params = of_own(Wrong, jnp.zeros((3, 24), jnp.int32))
+    step, params = of_own(Wrong, np.zeros((3, 24), np.int32))
     with pytest.raises(UserError, match=r"states returned an array of shape \(3, 16\) for tokens of shape \(3, 23\)"):
         step(params)
 

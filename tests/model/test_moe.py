@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import transformer, with_numbers
 
 from roxxel_dist.cluster.mesh import make_mesh, replicate
 from roxxel_dist.model.config import ModelConfig
@@ -21,15 +22,11 @@ SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": 50, "max_context": 64, "use_m
 def layer(**fields):
     """A mixture whose router has something to say: as it begins, all experts are nearly as probable."""
     shape = {"dim": DIM, "num_blocks": 1, "use_moe": True, "n_experts": 4, "top_k_mlp": 2} | fields
-    made = MixtureOfExperts(ModelConfig(**shape), nnx.Rngs(0))
-    for name, weight in nnx.to_flat_state(nnx.state(made)):
-        del name
-        weight[...] = weight[...] * 20
-    return made
+    return with_numbers(lambda: MixtureOfExperts(ModelConfig(**shape), nnx.Rngs(0)))
 
 
 def tokens(*shape, seed=1):
-    return jax.random.normal(jax.random.key(seed), (*shape, DIM))
+    return np.random.default_rng(seed).normal(size=(*shape, DIM)).astype(np.float32)
 
 
 BENDS = {
@@ -102,14 +99,15 @@ def check_against_the_loop(moe, x, bend="silu"):
 @pytest.mark.parametrize("busy", [[0, 1], [3, 1]])
 def test_all_tokens_to_the_same_experts(busy):
     """The others get none, and no gradient either."""
-    moe, x = layer(), jnp.abs(tokens(2, 60))
-    moe.router.kernel[...] = jnp.zeros((DIM, 4)).at[:, busy[0]].set(5.0).at[:, busy[1]].set(4.0)
+    moe, x, router = layer(), np.abs(tokens(2, 60)), np.zeros((DIM, 4), np.float32)
+    router[:, busy] = 5.0, 4.0
+    moe.router.kernel[...] = jax.device_put(router)
     expected, balance = by_hand(moe, x, 2)
     run = nnx.jit(nnx.grad(lambda m: ((found := m(x))[0].sum(), found), has_aux=True))
     grads, (y, found) = run(moe)
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-5)
     assert float(found) == pytest.approx(balance, rel=1e-5)
-    used = [bool(np.abs(grads.down[...][expert]).max() > 0) for expert in range(4)]
+    used = [bool(np.abs(of_one).max() > 0) for of_one in np.asarray(grads.down[...])]
     assert used == [expert in busy for expert in range(4)]
 
 
@@ -131,7 +129,7 @@ def test_gradients_are_those_of_computing_every_expert(fields):
 def test_both_forms_are_the_same():
     """`ragged` is what runs on a TPU; here it is only slower."""
     moe, x = layer(n_experts=5), tokens(90)
-    chosen, gates = choose(jax.nn.softmax(moe.router(x)), 2)
+    chosen, gates = nnx.jit(lambda moe, x: choose(jax.nn.softmax(moe.router(x)), 2))(moe, x)
 
     def run(form):
         def total(x, gates, first, second):
@@ -145,11 +143,11 @@ def test_both_forms_are_the_same():
 
 
 def test_balance_is_one_when_all_are_equally_busy():
-    even = jnp.full((8, 4), 0.25)
-    chosen = jnp.arange(16).reshape(8, 2) % 4
-    assert float(balance_of(even, chosen)) == pytest.approx(1)
-    one_sided = jnp.zeros((8, 4)).at[:, 2].set(1)
-    assert float(balance_of(one_sided, jnp.full((8, 1), 2))) == pytest.approx(4)
+    even, one_sided = np.full((8, 4), 0.25, np.float32), np.zeros((8, 4), np.float32)
+    chosen = np.arange(16).reshape(8, 2) % 4
+    one_sided[:, 2] = 1
+    assert float(jax.jit(balance_of)(even, chosen)) == pytest.approx(1)
+    assert float(jax.jit(balance_of)(one_sided, np.full((8, 1), 2))) == pytest.approx(4)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +188,7 @@ def test_the_same_on_eight_devices(shape, mesh_is_set):
 def test_in_bfloat16_the_router_is_exact():
     moe, x = layer(), tokens(2, 100).astype(jnp.bfloat16)
     graphdef, state = nnx.split(moe)
-    rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16), state)
+    rounded = jax.tree.map(lambda p: np.asarray(p).astype(jnp.bfloat16), state)
 
     @jax.jit
     def run(state, x):
@@ -201,21 +199,21 @@ def test_in_bfloat16_the_router_is_exact():
         return jax.grad(total, has_aux=True)(state)
 
     grads, (y, balance) = run(rounded, x)
-    exact, (expected, expected_balance) = run(jax.tree.map(jnp.float32, rounded), x.astype(jnp.float32))
+    exact, (expected, expected_balance) = run(jax.tree.map(np.float32, rounded), np.float32(x))
     assert (y.dtype, balance.dtype) == (jnp.bfloat16, jnp.float32)
     assert float(balance) == float(expected_balance), "the same choices and probabilities"
-    np.testing.assert_allclose(y.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max())
+    np.testing.assert_allclose(np.float32(y), expected, atol=0.02 * np.abs(expected).max())
     for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True):
         assert one.dtype == jnp.bfloat16
-        np.testing.assert_allclose(one.astype(jnp.float32), other, atol=0.05 * np.abs(other).max())
+        np.testing.assert_allclose(np.float32(one), other, atol=0.05 * np.abs(other).max())
 
 
 def words(*shape):
-    return jax.random.randint(jax.random.key(3), shape, 0, 50)
+    return np.random.default_rng(3).integers(0, 50, shape, np.int32)
 
 
 def model(**fields):
-    return Transformer(ModelConfig(**SMALL | fields), nnx.Rngs(params=0))
+    return transformer(**SMALL | fields)
 
 
 def test_the_loss_and_the_balance_loss():
@@ -231,9 +229,9 @@ def test_the_loss_and_the_balance_loss():
     assert np.array_equal(logits, output)
     assert set(losses) == {"loss", "row_loss", "balance_loss"}
     assert float(losses["balance_loss"]) == float(balance)
-    assert float(balance) == pytest.approx(0.5 * 2, rel=0.1), "two blocks whose routers know nothing yet"
+    assert 0.5 * 2 < float(balance) < 0.5 * 2 * 4, "of two blocks, from even to all on one of 4 experts"
     assert float(whole) == pytest.approx(float(losses["loss"]) + float(balance))
-    assert float(nnx.jit(token_losses)(model(alpha_balance=0.0, num_blocks=1), x)["balance_loss"]) == 0
+    assert float(found(model(alpha_balance=0.0, num_blocks=2), x)[0]) == 0
     assert set(nnx.eval_shape(token_losses, model(use_moe=False, num_blocks=1), x)) == {"loss", "row_loss"}
 
 
@@ -253,7 +251,8 @@ def test_checkpointed_gradients_are_the_same():
 @pytest.mark.parametrize("swiglu", [True, False])
 def test_flops_are_those_of_the_experts_that_a_token_meets(swiglu):
     """Four experts, of which two: the router, and two feed-forward layers."""
-    dense, moe = model(use_moe=False, use_swiglu=swiglu), model(use_swiglu=swiglu)
+    configs = (ModelConfig(**SMALL | {"use_swiglu": swiglu, "use_moe": of_experts}) for of_experts in (False, True))
+    dense, moe = (nnx.eval_shape(lambda config=config: Transformer(config, nnx.Rngs(0))) for config in configs)
     matrices = sum(p.size for p in jax.tree.leaves(nnx.state(dense.blocks.feedforward, nnx.Param)))  # of both blocks
     assert moe.flops_per_token(20) - dense.flops_per_token(20) == 6 * (matrices + 2 * 32 * 4)
 

@@ -100,9 +100,7 @@ def losses_and_gradients(fields, mesh, *, fsdp):
     parts, state, settings = init_state(
         lambda: Transformer(config, nnx.Rngs(params=0, dropout=1)), lambda params: {}, mesh, fsdp=fsdp
     )
-    batch = jax.device_put(
-        np.asarray(jax.random.randint(jax.random.key(0), (8, 17), 0, 64), np.int32), batch_sharding(mesh)
-    )
+    batch = jax.device_put(np.random.default_rng(0).integers(0, 64, (8, 17), np.int32), batch_sharding(mesh))
 
     def loss(params):
         told = token_losses(parts.merge(params, state.rest, settings, training=True), batch)

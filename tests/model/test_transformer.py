@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from models import transformer
 
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
@@ -24,18 +25,22 @@ loss_of = nnx.jit(next_token_loss)
 
 
 def build(**fields):
-    return Transformer(ModelConfig(**{**SMALL, **fields}), nnx.Rngs(params=0, dropout=1))
+    return transformer(**{**SMALL, **fields})
+
+
+def numbers(model, *batch):
+    return np.asarray(run(model, *batch))
 
 
 def test_a_config_of_everything_makes_the_model_of_its_fields():
-    model = Transformer(Config(**SMALL, lr=0.1), nnx.Rngs(params=0))
+    model = nnx.eval_shape(lambda: Transformer(Config(**SMALL, lr=0.1), nnx.Rngs(params=0)))
     assert model.config == ModelConfig(**SMALL)
     with pytest.raises(ValueError, match="vocab_size is not set"):
         Transformer(Config(dim=32), nnx.Rngs(params=0))
 
 
 def tokens(*shape, seed=0):
-    return jax.random.randint(jax.random.key(seed), shape, 0, 50)
+    return np.random.default_rng(seed).integers(0, 50, shape, np.int32)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +55,17 @@ def tokens(*shape, seed=0):
 )
 def test_no_position_sees_what_comes_later(fields):
     model, x = build(**fields), tokens(2, 20)
-    changed = x.at[:, 12].set((x[:, 12] + 1) % 50)
-    before, after = run(model, x), run(model, changed)
+    changed = x.copy()
+    changed[:, 12] = (x[:, 12] + 1) % 50
+    before, after = numbers(model, x), numbers(model, changed)
     assert before.shape == (2, 20, 50)
     assert np.array_equal(before[:, :12], after[:, :12])
     assert not np.allclose(before[:, 12:], after[:, 12:])
 
 
 def test_loss_of_an_untrained_model_is_that_of_guessing():
-    assert float(loss_of(build(), tokens(8, 33))) == pytest.approx(np.log(50), abs=0.1)
+    begin = jax.jit(lambda x: next_token_loss(Transformer(ModelConfig(**SMALL), nnx.Rngs(0)), x))
+    assert float(begin(tokens(8, 33))) == pytest.approx(np.log(50), abs=0.1)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -74,12 +81,12 @@ LENGTHS = [7, 1, 20, 12]
 def packed():
     """One row of four documents, and the same four as rows of their own, filled up behind their ends."""
     row = tokens(1, sum(LENGTHS))
-    segments = jnp.repeat(jnp.arange(4), jnp.array(LENGTHS))[None]
-    positions = jnp.concatenate([jnp.arange(length) for length in LENGTHS])[None]
+    segments = np.repeat(np.arange(4, dtype=np.int32), LENGTHS)[None]
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in LENGTHS])[None]
     apart, ends = np.zeros((4, max(LENGTHS)), np.int32), np.cumsum(LENGTHS)
     for number, (length, end) in enumerate(zip(LENGTHS, ends.tolist(), strict=True)):
         apart[number, :length] = row[0, end - length : end]
-    return Packed(row, segments, positions), jnp.asarray(apart)
+    return Packed(row, segments, positions), apart
 
 
 def own_places(apart):
@@ -89,15 +96,16 @@ def own_places(apart):
 
 def test_a_packed_row_is_its_documents_apart():
     model, (batch, apart) = build(), packed()
-    expected = own_places(run(model, apart))
-    np.testing.assert_allclose(run(model, *batch)[0], expected, atol=1e-5)
-    assert not np.allclose(run(model, batch.tokens)[0, 7:], expected[7:], atol=1e-3)
+    expected = own_places(numbers(model, apart))
+    np.testing.assert_allclose(numbers(model, *batch)[0], expected, atol=1e-5)
+    assert not np.allclose(numbers(model, batch.tokens)[0, 7:], expected[7:], atol=1e-3)
 
 
 def test_a_document_does_not_see_its_neighbours():
     model, (batch, _) = build(), packed()
-    changed = batch._replace(tokens=batch.tokens.at[:, 8:28].set((batch.tokens[:, 8:28] + 1) % 50))
-    before, after = run(model, *batch), run(model, *changed)
+    changed = batch._replace(tokens=batch.tokens.copy())
+    changed.tokens[:, 8:28] = (batch.tokens[:, 8:28] + 1) % 50
+    before, after = numbers(model, *batch), numbers(model, *changed)
     assert np.array_equal(before[:, :8], after[:, :8])
     assert np.array_equal(before[:, 28:], after[:, 28:])
     assert not np.allclose(before[:, 8:28], after[:, 8:28])
@@ -106,12 +114,12 @@ def test_a_document_does_not_see_its_neighbours():
 def test_rotary_positions_are_those_given():
     """Only distances matter: a shift changes the rounding alone, stretching changes the logits."""
     model, (batch, _) = build(), packed()
-    expected = run(model, *batch)
-    shifted, stretched = (run(model, *batch[:2], places) for places in (batch.positions + 5, batch.positions * 3))
+    expected = numbers(model, *batch)
+    shifted, stretched = (numbers(model, *batch[:2], places) for places in (batch.positions + 5, batch.positions * 3))
     rounding = np.abs(shifted - expected).max()
     assert rounding < 1e-5
     assert np.abs(stretched - expected).max() > 10 * rounding
-    np.testing.assert_allclose(run(model, *batch[:2]), expected, atol=1e-5)
+    np.testing.assert_allclose(numbers(model, *batch[:2]), expected, atol=2e-5)  # of logits of about 1
 
 
 @pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.long), True])
@@ -121,19 +129,19 @@ def test_loss_and_gradients_of_a_packed_batch_are_those_of_its_documents(remat):
 
     def loss_apart(model):
         losses = optax.softmax_cross_entropy_with_integer_labels(model(apart[:, :-1]), apart[:, 1:])
-        counted = jnp.arange(losses.shape[1]) < jnp.array(LENGTHS)[:, None] - 1
+        counted = np.arange(losses.shape[1]) < np.array(LENGTHS)[:, None] - 1
         return jnp.where(counted, losses, 0).sum() / (sum(LENGTHS) - 4)
 
     loss, grads = nnx.jit(nnx.value_and_grad(next_token_loss))(build(gradient_checkpointing=remat), batch)
     expected, expected_grads = nnx.jit(nnx.value_and_grad(loss_apart))(build())
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+        np.testing.assert_allclose(one, other, atol=1e-5)  # gradients of about 1
 
 
 def test_the_loss_of_one_document_a_row_and_of_nothing_to_predict():
     model, x = build(), tokens(2, 12)
-    zeros, places = jnp.zeros_like(x), jnp.broadcast_to(jnp.arange(12), x.shape)
+    zeros, places = np.zeros_like(x), np.broadcast_to(np.arange(12, dtype=np.int32), x.shape)
     assert float(loss_of(model, Packed(x, zeros, places))) == pytest.approx(float(loss_of(model, x)))
     assert float(loss_of(model, Packed(x, places, zeros))) == 0
 
@@ -146,7 +154,8 @@ def test_dropout_only_while_training():
 
 
 def test_tying_saves_the_output_matrix():
-    sizes = [sum(p.size for p in jax.tree.leaves(nnx.state(build(weight_tying=t), nnx.Param))) for t in (True, False)]
+    models = (build(weight_tying=tied) for tied in (True, False))
+    sizes = [sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param))) for model in models]
     assert sizes[1] - sizes[0] == 50 * 32
 
 
@@ -192,8 +201,8 @@ def test_greedy_text_is_what_the_logits_say():
     prompt = [3, 1, 4]
     expected = list(prompt)
     for _ in range(6):
-        x = jnp.array([expected + [0] * (20 - len(expected))] * 2)  # what comes later is not seen
-        expected.append(int(jnp.argmax(run(model, x)[0, len(expected) - 1])))
+        x = np.array([expected + [0] * (20 - len(expected))] * 2, np.int32)  # what comes later is not seen
+        expected.append(int(np.argmax(numbers(model, x)[0, len(expected) - 1])))
     assert generate(model, prompt, 6, max_context=64, temperature=0) == expected[3:]
 
 

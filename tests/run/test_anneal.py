@@ -156,6 +156,7 @@ def test_several_branches_have_one_rate(amended):
         branches_of(config, "changed@4,6")
 
 
+@pytest.mark.long
 def test_a_rate_that_decays_already_does_not_fall_again(place, tmp_path):
     fields = {**SMALL, "lr_schedule": "wsd", "decay_steps": 5, "max_steps": None}
     other = Experiment(Config(**fields)).fit(str(place / "corpus_*.rox"), tmp_path / "run")

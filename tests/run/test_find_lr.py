@@ -35,7 +35,7 @@ def text(tmp_path, monkeypatch):
     return path
 
 
-def test_a_sweep_of_text_leaves_nothing_behind(text, tmp_path):
+def test_a_sweep_of_text_and_its_command_leave_nothing_behind(text, tmp_path, capsys):
     config = Config(**SMALL)
     before = config.to_dict()
     experiment = Experiment(config)
@@ -47,8 +47,14 @@ def test_a_sweep_of_text_leaves_nothing_behind(text, tmp_path):
     assert min(losses) < losses[0] - 0.5
     assert config.to_dict() == experiment.config.to_dict() == before
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "text.txt"]
-    named = Experiment(Config(**SMALL, datasets={"self": str(text)}))
-    assert named.find_lr(None, num_steps=40) == (suggested, rates, losses)
+    Config(**SMALL, datasets={"self": str(text)}).save_yaml("small.yaml")
+    words = ["--config", "small.yaml", "--min_lr", "1e-6", "--max_lr", "1e-1", "--num_steps", "40", "--plot"]
+    assert main(["find-lr", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"Suggested LR: {suggested:.2e}"
+    assert "picture: lr_finder.png" in lines
+    assert Path("lr_finder.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in Path().iterdir()) == ["lr_finder.png", "small.yaml"]
 
 
 @pytest.mark.long
@@ -119,18 +125,6 @@ def test_what_cannot_be_swept(text, tmp_path):
     with pytest.raises(UserError, match="use a smaller batch_size or seq_len, or more text"):
         Experiment(Config(**{**SMALL, "batch_size": 10_000_000})).find_lr(text)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "text.txt"]
-
-
-def test_the_command(text, tmp_path, capsys):
-    Config(**SMALL).save_yaml("small.yaml")
-    words = ["--config", "small.yaml", "--data_path", str(text), "--min_lr", "1e-6", "--max_lr", "1e-1"]
-    assert main(["find-lr", *words, "--num_steps", "40", "--plot"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    suggested, _, _ = Experiment(Config(**SMALL)).find_lr(text, num_steps=40)
-    assert lines[-1] == f"Suggested LR: {suggested:.2e}"
-    assert "picture: lr_finder.png" in lines
-    assert Path("lr_finder.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in Path().iterdir()) == ["lr_finder.png", "small.yaml"]
 
 
 def test_the_command_says_what_is_wrong(text, capsys):

@@ -266,6 +266,7 @@ def test_what_does_not_fit_is_told_what_makes_it_fit(work):
     assert "and fits" in told
 
 
+@pytest.mark.long
 def test_what_a_compiler_refuses_is_refused_with_its_word(work):
     _, told = plan(work, "--target", "v5e:3x5", code=2)
     assert 'v5e:3x5, which its compiler refuses: INVALID_ARGUMENT: Topology layout "v5e:3x5" is not divisible' in told
@@ -282,7 +283,9 @@ def test_what_a_compiler_refuses_is_refused_with_its_word(work):
             *(["--tensor_devices", "3"], "tensor_devices is 3: it must be at least 1, and divide the 4 device(s)"),
             marks=pytest.mark.long,
         ),
-        (["--attention", "cudnn"], "cuDNN is for GPUs, and the devices here are tpu"),
+        pytest.param(
+            *(["--attention", "cudnn"], "cuDNN is for GPUs, and the devices here are tpu"), marks=pytest.mark.long
+        ),
         (["--data_path", "nowhere"], "nowhere"),
     ],
 )
@@ -310,8 +313,9 @@ print(len(devices), devices[0].device_kind, target.device_bytes(devices[0]) >> 3
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        ("v4:2x2x1", "4,TPU v4,30"),  # as jax has on a v4-8: a device is a chip of 32 GiB, not one of its two cores
-        ("v4:1x1x1", "1,TPU v4,30"),
+        # As jax has on a v4-8: a device is a chip of 32 GiB, not one of its two cores.
+        pytest.param("v4:2x2x1", "4,TPU v4,30", marks=pytest.mark.long),
+        pytest.param("v4:1x1x1", "1,TPU v4,30", marks=pytest.mark.long),
         ("tpu7x:2x2x1", "8,TPU7x,94"),  # half a chip of 192 GiB
     ],
 )

@@ -120,7 +120,11 @@ class Own(nnx.Module):
             EACH,
             marks=pytest.mark.long,
         ),
-        ({"mla": True, "rope_dim": 8, "norm_position": "both", "use_moe": True, "n_experts": 2}, MIXED),
+        pytest.param(
+            {"mla": True, "rope_dim": 8, "norm_position": "both", "use_moe": True, "n_experts": 2},
+            MIXED,
+            marks=pytest.mark.long,
+        ),
         (None, {"mlp", "head_and_loss"}),
     ],
     ids=["scanned", "latent", "own"],

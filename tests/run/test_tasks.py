@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 import yaml
+from flax import nnx
 from runs import rows
 
 from roxxel_dist.cli import main
@@ -80,11 +81,13 @@ def by_hand(run):
     """The scores from the logits of the model as it is loaded, which is the average, a row at a time."""
     made = load_run(run)
     model, tokenizer = made.model, made.tokenizer
+    run_row = nnx.jit(lambda model, tokens: model(tokens))
 
     def log_likelihood(context, continuation):
         ids = [*(tokenizer.encode(context) or [tokenizer.eos_id]), *tokenizer.encode(continuation)]
         scored = len(tokenizer.encode(continuation))
-        logits = np.asarray(model(np.asarray([ids[:-1]], np.int32)), np.float64)[0]
+        row = np.array([ids[:-1] + [0] * (33 - len(ids))], np.int32)  # what comes later is not seen
+        logits = np.asarray(run_row(model, row), np.float64)[0]
         logits -= np.log(np.exp(logits).sum(1, keepdims=True))
         return sum(logits[i - 1, ids[i]] for i in range(len(ids) - scored, len(ids)))
 

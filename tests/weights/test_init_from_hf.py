@@ -47,7 +47,7 @@ def test_it_has_its_shape_weights_and_tokenizer(folder, tmp_path):
     shape = (saved.dim, saved.n_heads, saved.kv_heads, saved.n_experts, saved.context_window, saved.vocab_size)
     assert shape == (32, 4, 2, 4, 9, 257)
     assert saved.max_context == 32, "smaller than its own"
-    tokens = jnp.arange(30)[None]
+    tokens = np.arange(30, dtype=np.int32)[None]
     ours, theirs = (Transformer.from_pretrained(one, best=False) for one in (run, folder / "hf"))
     logits = nnx.jit(lambda model, tokens: model(tokens))
     np.testing.assert_allclose(logits(ours, tokens), logits(theirs, tokens), atol=1e-4)
@@ -56,6 +56,7 @@ def test_it_has_its_shape_weights_and_tokenizer(folder, tmp_path):
     assert same.to_dict() == saved.to_dict(), "it can be resumed with the same words"
 
 
+@pytest.mark.long
 def test_without_a_tokenizer_it_trains_on_shards(folder, tmp_path):
     """And says so where it is to read text."""
     shutil.copytree(folder / "hf", tmp_path / "hf", ignore=shutil.ignore_patterns("tokenizer*"))
