@@ -143,9 +143,11 @@ def refusal(capsys, *words):
     return code, told, [line for line in output.err.splitlines() if line.startswith("roxxel-dist: ")]
 
 
-def test_plan_refuses_what_train_refuses(work, capsys, monkeypatch):
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2))])
+def test_plan_refuses_what_train_refuses(work, capsys, monkeypatch, part):
+    """In three parts, of which each has mistakes of every kind."""
     wrong = []
-    for given, message in MISTAKES:
+    for given, message in MISTAKES[part::3]:
         words = [*given[:-2], given[-2] + given[-1]] if given[-2] == "[" else given
         # Of 16 threads: what 8 virtual shards ask for before jax starts.
         monkeypatch.setenv("PJRT_NPROC", "8" if "thread pool" in message else "16")

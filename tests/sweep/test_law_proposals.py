@@ -69,6 +69,7 @@ def test_a_law_finds_the_optimum_of_log_linear_sources(seed: int) -> None:
     assert min(table.worth) - BEST < 0.02 * (UNIFORM - BEST)
 
 
+@pytest.mark.long
 def test_with_trials_that_were_stopped() -> None:
     """asha: most trials have one report of three, and the law knows where they would have ended."""
     table, search = searched(20, 3, early_terminate=ASHA)

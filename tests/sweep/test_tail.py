@@ -112,7 +112,7 @@ def test_what_to_change_is_said_where_there_is_no_one_value(tmp_path, text, reas
     assert re.search(reason, last["fail"]["reason"]), last
 
 
-@pytest.mark.parametrize(("begin", "expected"), cases_of(RANKS, {"all log into the working folder, rank 1 first"}))
+@pytest.mark.parametrize(("begin", "expected"), cases_of(RANKS, ()))
 def test_the_value_is_that_of_rank_0(tmp_path, begin, expected):
     text = f"{begin}\nrun = wandb.init(dir=DIR); run.log({{'loss': VALUE}}); run.finish()"
     *_, last = split(run(asked(tmp_path, text, procs_per_host=2)))

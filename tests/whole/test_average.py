@@ -117,6 +117,7 @@ def test_a_resume_neither_begins_nor_ends_one(data, tmp_path, request, source, f
         fit(data, tmp_path / "run", resume=True, max_steps=8, **fields)
 
 
+@pytest.mark.long
 def test_a_resume_may_change_its_decay_and_a_fork_cannot_end_it(data, averaged, tmp_path):
     shutil.copytree(averaged, tmp_path / "run")
     fit(data, tmp_path / "run", resume=True, max_steps=7, ema=0.5)

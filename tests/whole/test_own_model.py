@@ -128,6 +128,7 @@ def test_it_generates(here, capsys):
     assert capsys.readouterr().out.startswith("import")
 
 
+@pytest.mark.long
 def test_one_that_cannot_generate_trains_and_says_so(corpus, tmp_path):
     fields = {"model": "own_model:build_pooled", "loss": "own_model:pooled_loss", "dim": 7, "max_context": 16}
     made = build_components(Config(**fields, batch_size=8), corpus)
