@@ -289,6 +289,7 @@ def test_a_run_directory_that_can_only_be_read(work, call, disk):
     refused(call(*TRAIN, folder / "new"), "cannot be written (Read-only file system): choose another folder")
 
 
+@pytest.mark.long
 def test_a_loss_that_is_no_number_is_one_message(call, tmp_path):
     """A learning rate that no model survives."""
     words = ["--lr", "1e38", "--grad_clip", 0, "--warmup_steps", 0]
