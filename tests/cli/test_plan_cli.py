@@ -42,7 +42,7 @@ def made(tmp_path_factory):
     np.save(folder / "one.npy", np.ones(17, np.uint16))
     np.save(folder / "floats.npy", np.ones(5000, np.float32))
     config = Config.from_yaml(folder / "small.yaml")
-    config.phases, config.n_devices = [{"steps": 1, "batch_size": 8, "seq_len": 17}], 1
+    config.phases, config.n_devices, config.sample = [{"steps": 1, "batch_size": 8, "seq_len": 17}], 1, "off"
     Experiment(config).fit(folder / "data", folder / "run")
     return folder
 

@@ -52,6 +52,7 @@ def test_accidents_keep_nothing_from_being_found() -> None:
     assert min(value for _, value in rows if value is not None) < LEAST + 5e-3
 
 
+@pytest.mark.long
 def test_a_long_search_goes_on_with_its_process() -> None:
     """Of 400 trials at random the best is some way off: the next few suggestions are close to the optimum."""
     source, found = engine(SQUARE, "random"), engine(SQUARE)

@@ -100,6 +100,7 @@ def test_the_better_of_law_and_process_proposes() -> None:
     assert proposes(lambda shares, rate: losses(shares), metric={**METRIC, "goal": "maximize"}) == []
 
 
+@pytest.mark.long
 def test_a_trial_that_diverged_hides_no_law() -> None:
     right = np.array(proposes(lambda shares, rate: losses(shares)))
     for diverged in (1e3, 1e300):

@@ -81,6 +81,7 @@ def test_all_of_it_is_json_and_on_the_page(place, sets, tmp_path, capsys):
     assert '"mixture":{' in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_column_and_surface_agree_where_shares_change_nothing(tmp_path):
     read = read_study(made_mixtures(tmp_path, 2, flat=True))
     found, law = mixtures_of(read), LawOfStudy.fit(read)
@@ -124,6 +125,7 @@ def test_a_learning_rate_that_is_searched_too_is_no_effect_of_the_shares(tmp_pat
     assert "the law is of the best trial's values of the other parameters: lr" in found.text()
 
 
+@pytest.mark.long
 def test_where_more_is_better_the_surface_marks_the_most(tmp_path):
     found = mixtures_of(read_study(made_mixtures(tmp_path, 2, weighted=False, goal="maximize")))
     assert found is not None

@@ -9,6 +9,7 @@ from roxxel_dist.cli import main
 
 SMALL = (
     "dim: 16\nnum_blocks: 1\nn_heads: 2\nmax_context: 16\nbatch_size: 8\nmax_steps: 2\neval_iters: 1\nn_devices: 1\n"
+    "sample: 'off'\n"
 )
 DAMAGE = {
     "empty": b"", "list": b"[]", "object": b"{}", "binary": b"\xff\xfe\x00\x01",

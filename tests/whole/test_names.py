@@ -13,7 +13,7 @@ from roxxel_dist.cli import main
 
 TINY = {
     "dim": 16, "num_blocks": 1, "max_context": 16, "n_devices": 1, "eval_iters": 1, "tokenizer_type": "byte",
-    "phases": [{"steps": 4, "batch_size": 8, "seq_len": 17}], "log_every": 1, "checkpoint_every": 2,
+    "phases": [{"steps": 4, "batch_size": 8, "seq_len": 17}], "log_every": 1, "checkpoint_every": 2, "sample": "off",
 }  # fmt: skip
 PATIENT = """
 import json, sys

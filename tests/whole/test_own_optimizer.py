@@ -21,7 +21,7 @@ from roxxel_dist.sweep.trial.trial import config_of
 SMALL = {
     "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 16, "batch_size": 8, "max_steps": 6, "lr": 1e-2,
     "log_every": 1, "eval_every": 3, "eval_iters": 1, "checkpoint_every": 3, "memory_checkpoint_every": 0,
-    "n_devices": 1, "wandb": "off",
+    "n_devices": 1, "wandb": "off", "sample": "off",
 }  # fmt: skip
 
 
