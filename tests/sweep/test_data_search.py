@@ -91,7 +91,7 @@ def plan_counts(params: Any, budget: PassBudget) -> tuple[Plan, dict[str, float]
     return plan, passes, begun
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.long)])
 def test_no_plan_is_over_its_passes(count: int) -> None:
     chance, plans, near, refused, over = random.Random(5), 0, 0, 0, []
     while plans < count:
