@@ -13,6 +13,7 @@ SMALL = {
     "max_context": 16,
     "n_devices": 1,
     "eval_iters": 1,
+    "sample": "off",
     "eval_every": 3,
     "checkpoint_every": 3,
     "log_every": 2,

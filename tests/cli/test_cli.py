@@ -111,7 +111,10 @@ IN_PROCESSES = [
     ([*TRAIN, "--data_path", "nowhere"], "nowhere"),
     pytest.param([*LAUNCH, "--bath_size", 3], "--batch_size", marks=pytest.mark.long),
     pytest.param([*LAUNCH, "--data_path", "nowhere"], "nowhere", marks=pytest.mark.long),
-    ([*LAUNCH, "--phases", "[{steps: 1, batch_size: 6, seq_len: 33}]", "--grad_accum", 4], "use a multiple of 4"),
+    pytest.param(
+        *([*LAUNCH, "--phases", "[{steps: 1, batch_size: 6, seq_len: 33}]", "--grad_accum", 4], "use a multiple of 4"),
+        marks=pytest.mark.long,
+    ),
     (["launch", "local", "--", "python", "nowhere.py"], "nowhere.py"),
 ]
 

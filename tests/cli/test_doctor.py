@@ -43,7 +43,10 @@ def test_what_is_wrong_is_69(tmp_path):
     [
         ("JAX_PLATFORMS", "cuda", "JAX_PLATFORMS is cuda, and this jax has cpu"),
         ("XLA_FLAGS", "--xla_unheard_of=1", "--xla_unheard_of=1 is no flag of it"),
-        ("PJRT_NAMES_AND_LIBRARY_PATHS", "foo:/lib/no.so", "the check of its devices ended with code 1"),
+        pytest.param(
+            *("PJRT_NAMES_AND_LIBRARY_PATHS", "foo:/lib/no.so", "the check of its devices ended with code 1"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_devices_that_jax_cannot_make_are_an_error(tmp_path, name, value, shown):

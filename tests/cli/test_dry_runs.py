@@ -95,6 +95,7 @@ def test_what_can_be_trained_is_shown(here):
 RUN = ["--config", "run.yaml", "--data_path", "d", "--max_steps", "1", "--run_dir", "r"]
 
 
+@pytest.mark.long
 def test_a_plan_of_a_run_refuses_what_its_resume_refuses(here, capfd):
     (here / "run.yaml").write_text(TINY + "batch_size: 8\n")
     assert main(["train", *RUN]) == 0

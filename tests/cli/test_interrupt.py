@@ -113,7 +113,7 @@ def has_mapped(shown, library):
     ("words", "moment"),
     [
         pytest.param(TRAIN, "_multiarray_umath", marks=pytest.mark.long),
-        (TRAIN, "jaxlib"),
+        pytest.param(TRAIN, "jaxlib", marks=pytest.mark.long),
         (FIND_LR, "compiling"),
     ],
 )

@@ -42,7 +42,7 @@ def made(tmp_path_factory):
     np.save(folder / "one.npy", np.ones(17, np.uint16))
     np.save(folder / "floats.npy", np.ones(5000, np.float32))
     config = Config.from_yaml(folder / "small.yaml")
-    config.phases, config.n_devices = [{"steps": 1, "batch_size": 8, "seq_len": 17}], 1
+    config.phases, config.n_devices, config.sample = [{"steps": 1, "batch_size": 8, "seq_len": 17}], 1, "off"
     Experiment(config).fit(folder / "data", folder / "run")
     return folder
 
@@ -143,9 +143,11 @@ def refusal(capsys, *words):
     return code, told, [line for line in output.err.splitlines() if line.startswith("roxxel-dist: ")]
 
 
-def test_plan_refuses_what_train_refuses(work, capsys, monkeypatch):
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2))])
+def test_plan_refuses_what_train_refuses(work, capsys, monkeypatch, part):
+    """In three parts, of which each has mistakes of every kind."""
     wrong = []
-    for given, message in MISTAKES:
+    for given, message in MISTAKES[part::3]:
         words = [*given[:-2], given[-2] + given[-1]] if given[-2] == "[" else given
         # Of 16 threads: what 8 virtual shards ask for before jax starts.
         monkeypatch.setenv("PJRT_NPROC", "8" if "thread pool" in message else "16")

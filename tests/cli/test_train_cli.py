@@ -209,6 +209,7 @@ def test_what_cannot_be(work, call, flags, message):
     assert not (work / "new").exists()
 
 
+@pytest.mark.long
 def test_a_running_job_saves_when_it_is_asked(work):
     job = start(*TRAIN, "asked", "--phases", "[{steps: 100000, batch_size: 8, seq_len: 33}]",
                 "--checkpoint_every", 100000, "--eval_every", 100000, cwd=work)  # fmt: skip
@@ -238,6 +239,7 @@ def disk(tmp_path):
         yield lambda kilobytes: mounts.enter_context(mounted_disk(tmp_path / "disk", f"{kilobytes}k"))
 
 
+@pytest.mark.long
 def test_a_disk_with_room_for_one_checkpoint(work, call, disk):
     """The first save fits, the others do not: training goes on to its end, and the end says what is missing."""
     weights = json.loads((work / "cut" / "model_summary.json").read_text())
@@ -287,6 +289,7 @@ def test_a_run_directory_that_can_only_be_read(work, call, disk):
     refused(call(*TRAIN, folder / "new"), "cannot be written (Read-only file system): choose another folder")
 
 
+@pytest.mark.long
 def test_a_loss_that_is_no_number_is_one_message(call, tmp_path):
     """A learning rate that no model survives."""
     words = ["--lr", "1e38", "--grad_clip", 0, "--warmup_steps", 0]

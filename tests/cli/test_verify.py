@@ -163,6 +163,7 @@ def test_it_starts_without_jax(run):
     assert done.stdout.endswith("False\n"), done.stdout
 
 
+@pytest.mark.long
 def test_train_ends_with_code_2_where_no_checkpoint_is_whole(corpus, tmp_path, capsys):
     words = ["train", "--data_path", str(tmp_path / "corpus_*.rox"), "--run_dir", str(tmp_path / "run"), "--dim", "16"]
     words += ["--num_blocks", "1", "--head_size", "8", "--batch_size", "8", "--max_context", "8", "--eval_iters", "1"]

@@ -283,7 +283,7 @@ def test_a_program_costs_what_its_trace_says():
 
 
 @pytest.mark.parametrize(("window", "blocks"), [(None, (16 + 1) / 2), (300, 2 - 1 / 16)])
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 8])
 def test_attention_in_blocks_has_the_products_of_its_mask(devices, window, blocks):
     """Traced and compiled, forward and backward, whatever a device has of a row of 16 blocks: its loops run as often as
     the data says."""

@@ -174,6 +174,7 @@ def test_a_run_is_told_the_dtype(tmp_path, name, capsys, monkeypatch):
     assert re.search(message, printed.err), printed.err
 
 
+@pytest.mark.long
 def test_a_run_remembers_the_dtype(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     LARGE[:2000].astype("<u4").tofile("train.bin")

@@ -1,10 +1,8 @@
 """Real launchers, started as programs of their own, and what tests ask about processes."""
 
 import dataclasses
-import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,6 +14,7 @@ import psutil
 import pytest
 import slurm_cluster
 from hosts import Cluster
+from launchers import Launcher
 from machines import missing
 from ray_nodes import RayNodes, ray_nodes
 from slurm_desk import Desk
@@ -23,21 +22,6 @@ from slurm_desk import Desk
 from roxxel_dist.cli import main
 from roxxel_dist.launcher.job.limits import SCALE_ENV, Limits
 
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.job.limits import Limits
-from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.control.supervisor import run
-job = json.loads(sys.argv[1])
-hosts = job.pop("hosts", None)
-limits = Limits(**job.pop("limits"))
-class Backend(LocalBackend):  # several agents on this machine stand for several hosts
-    hosts = hosts or LocalBackend().hosts
-job["log_dir"] = Path(job["log_dir"])
-sys.exit(run(JobSpec(command=tuple(sys.argv[2:]), limits=limits, **job), Backend()))
-"""
 LIMIT_S = 180.0
 SCALE = 0.2
 """Of the time limits of the jobs of this room, but for those on hosts of their own: tests wait for silences."""
@@ -65,7 +49,7 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
 class Launch:
     """A launcher that runs."""
 
-    process: subprocess.Popen[bytes]
+    process: Launcher
     folder: Path
 
     def wait(self) -> tuple[int, str, str]:
@@ -146,26 +130,20 @@ def cli(
 def launch(tmp_path: Path, limits: Limits) -> Iterator[Callable[..., Launch]]:
     """Start a launcher with `tmp_path` as its working directory; its temporary files go to `tmp_path/tmp`."""
     (tmp_path / "tmp").mkdir()
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Launcher] = []
 
     def start(
         *command: str,
-        stdout: int = subprocess.PIPE,
+        stdout: int | None = None,
         environ: dict[str, str] | None = None,
         limits: Limits = limits,
         **job: Any,
     ) -> Launch:
-        spec = {"nprocs": 2, "run_id": RUN_ID, "max_restarts": 0, "log_dir": str(tmp_path / "logs"), **job}
-        spec["limits"] = dataclasses.asdict(limits)
+        fields = {"nprocs": 2, "run_id": RUN_ID, "max_restarts": 0, "log_dir": str(tmp_path / "logs"), **job}
+        fields |= {"command": command, "limits": dataclasses.asdict(limits)}
         outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, json.dumps(spec), *command],
-            cwd=tmp_path,
-            env={**outer, "TMPDIR": str(tmp_path / "tmp"), **(environ or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-        )
+        env = {**outer, "TMPDIR": str(tmp_path / "tmp"), **(environ or {})}
+        process = Launcher(fields, tmp_path, env, stdout)
         started.append(process)
         return Launch(process=process, folder=tmp_path)
 

@@ -77,7 +77,7 @@ raise SystemExit(rank * 5)
 """
 
 
-@pytest.mark.parametrize(("how", "step"), [("gone", ", in step 4"), ("short", "")])
+@pytest.mark.parametrize(("how", "step"), [("gone", ", in step 4"), pytest.param("short", "", marks=pytest.mark.long)])
 def test_an_emptied_temporary_folder_does_not_end_the_job(how: str, step: str, launch: Launch) -> None:
     code, _, err = launch("env", sys.executable, "-c", CLEANED, env={"HOW": how}).wait()
     assert code == 5

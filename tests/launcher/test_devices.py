@@ -56,8 +56,8 @@ def test_a_wrong_device_is_replaced_and_remembered(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, err, ranks = start("abc", spare_hosts=1, faults={"b": "wrong"})
-    assert (code, ranks) == (0, ["a", "c"]), err
+    code, err, ranks = start("bc", nprocs=1, spare_hosts=1, faults={"b": "wrong"})
+    assert (code, ranks) == (0, ["c"]), err
     wrong = "device 0 is wrong in a product of matrices: the result is not exact"
     assert f"host b is set aside: b: {wrong}" in err
     assert "going on without b, with c instead" in err
@@ -74,6 +74,7 @@ def test_a_wrong_device_is_replaced_and_remembered(
         assert shown in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_without_a_spare_host_a_wrong_device_is_refused(start: Callable[..., tuple[int, str, list[str]]]) -> None:
     code, err, ranks = start("ab", faults={"b": "wrong"})
     assert (code, ranks) == (69, [])
@@ -116,7 +117,7 @@ def test_a_host_whose_rank_crashed_is_checked_again(start: Callable[..., tuple[i
     assert "b1" in ranks
 
 
-def test_a_check_that_runs_nowhere_is_a_warning(tmp_path: Path) -> None:
+def test_a_check_that_runs_nowhere_is_a_warning_and_one_of_simulated_devices_has_all_works(tmp_path: Path) -> None:
     faults = {"a": "broken", "b": "broken"}
     report = check(DeviceHosts(tmp_path, ("a", "b"), faults))
     assert report.passed
@@ -124,15 +125,10 @@ def test_a_check_that_runs_nowhere_is_a_warning(tmp_path: Path) -> None:
     (text,) = [one.text for one in report.findings if one.check == "device"]
     assert "could not be checked on any of 2 hosts" in text
     assert "no driver here" in text
-    report = check(DeviceHosts(tmp_path, ("a", "b"), {"b": "broken"}))
+    checks = DeviceChecks(mode="on", command=None, pending={"a", "b"}, simulated=2)
+    report = check(DeviceHosts(tmp_path, ("a", "b"), {"b": "broken"}), checks)
     assert not report.passed
     assert report.suspects == {"b": "b: the check of its devices ended with code 1: SystemExit: no driver here"}
-
-
-def test_simulated_devices_sum_too(tmp_path: Path) -> None:
-    checks = DeviceChecks(mode="on", command=None, pending={"a"}, simulated=2)
-    report = check(DeviceHosts(tmp_path, ("a",), {}), checks)
-    assert report.passed
     times = checks.measured["a"].times
     assert sorted(times) == [(-1, "sum"), *[(place, work) for place in range(2) for work in ("copy", "product")]]
 

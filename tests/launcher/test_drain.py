@@ -83,7 +83,7 @@ if __name__ == "__main__":
         pytest.param([sys.executable, "pool.py"], marks=pytest.mark.long),  # workers of a pool
         pytest.param(["bash", "-c", f"{sys.executable} pool.py; exit $?"], marks=pytest.mark.long),  # of a shell
         ["bash", "-c", f"bash -c '{sys.executable} pool.py; exit $?'; exit $?"],
-        ["env", "A=b", sys.executable, "pool.py"],
+        pytest.param(["env", "A=b", sys.executable, "pool.py"], marks=pytest.mark.long),
     ],
     ids=["program", "shell", "two shells", "env"],
 )
@@ -102,11 +102,11 @@ def test_the_request_reaches_the_program_and_not_its_workers(
     ("where", "number"),
     [
         ("launcher", signal.SIGUSR2),
-        ("launcher", signal.SIGXCPU),
         ("steps", signal.SIGTERM),
         *(
             pytest.param(*row, marks=pytest.mark.long)
             for row in (
+                ("launcher", signal.SIGXCPU),
                 ("launcher", signal.SIGTERM),
                 ("launcher", signal.SIGUSR1),
                 ("steps", signal.SIGUSR1),
@@ -136,9 +136,10 @@ TERM, HUP, INT, USR1 = signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGU
 
 @pytest.mark.parametrize(
     ("numbers", "tree"),
-    [([TERM, HUP], True), ([INT, INT], False), ([USR1, TERM], False),
+    [([TERM, HUP], True), ([INT, INT], False),
      *(pytest.param(*row, marks=pytest.mark.long)
-       for row in (([TERM, HUP], False), ([HUP, TERM], True), ([INT, TERM], False), ([TERM, TERM], True)))],
+       for row in (([USR1, TERM], False), ([TERM, HUP], False), ([HUP, TERM], True), ([INT, TERM], False),
+                   ([TERM, TERM], True)))],
     ids=lambda value: "+".join(number.name for number in value) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_two_signals_of_a_system_are_one_request(
@@ -273,6 +274,7 @@ print("it ran as", os.getpid())
 """
 
 
+@pytest.mark.long
 def test_files_of_the_working_folder_are_no_modules_of_the_launcher(tmp_path: Path, until: Callable[..., None]) -> None:
     """Nor of the ranks: the first one is a fresh process, the second one has waited to be a rank."""
     write_namesakes(tmp_path)

@@ -186,6 +186,7 @@ def test_a_host_that_comes_during_the_first_step_joins_when_it_is_done(local: Lo
     assert "c can join the job: the ranks get 30 s to save and exit; the job continues with c" in local.screen
 
 
+@pytest.mark.long
 def test_a_list_that_cannot_be_read_before_the_ranks_start_is_named(local: LocalJob) -> None:
     local.start("a", preflight="echo no host > hosts.txt; sleep 1.5")
     assert local.up(0, 1) == ["a"]

@@ -69,7 +69,15 @@ def test_two_jobs_on_a_host_have_two(launch: Launch, until: Until, tmp_path: Pat
     assert not os.path.exists(folders[1])
 
 
-@pytest.mark.parametrize("victims", ["launcher", "agent", "guard", "agent and guard", "agent that is stopped"])
+@pytest.mark.parametrize(
+    "victims",
+    [
+        "launcher",
+        "agent and guard",
+        "agent that is stopped",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("agent", "guard")),
+    ],
+)
 def test_kill_9_leaves_no_folder(victims: str, launch: Launch, alive: Alive, until: Until) -> None:
     job = launch("bash", "-c", FILL + "exec sleep 1000", max_restarts=1)
     (folder,) = folders(job)

@@ -95,6 +95,7 @@ def pods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         yield Pods(hosts=hosts, folder=tmp_path, container=pod["containers"][0])
 
 
+@pytest.mark.cluster
 def test_a_killed_rank_is_named_and_started_again(pods: Pods, until: Until) -> None:
     launch = pods.start()
     until(lambda: len(pods.up(0)) == 2 or launch.poll() is not None, "the ranks")

@@ -156,7 +156,13 @@ UNREACHABLE = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "words"), UNREACHABLE, ids=[words[0] for _, words in UNREACHABLE])
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        pytest.param(*row, id=row[1][0], marks=pytest.mark.long if row[0][0] in ("true", "sh") and number else ())
+        for number, row in enumerate(UNREACHABLE)
+    ],
+)
 def test_a_host_that_is_not_there(argv: list[str], words: list[str]) -> None:
     ready = check({"a": {}, "b": {"argv": argv}, "c": {}})
     assert set(ready.unreachable) == {"b"}
@@ -256,6 +262,7 @@ def test_hosts_that_are_fit(cluster: Callable[[int], Cluster], corpus: Roxxel, t
     assert not [pid for name in hosts.names for pid in hosts.processes(name)]
 
 
+@pytest.mark.cluster
 def test_hosts_that_are_not(cluster: Callable[[int], Cluster], corpus: Roxxel, tmp_path: Path) -> None:
     hosts = cluster(3)
     (tmp_path / "runs").mkdir()

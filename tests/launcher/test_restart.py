@@ -286,7 +286,9 @@ def test_a_killed_rank_is_started_again_on_a_new_port_and_its_log_goes_on(launch
 @pytest.mark.parametrize(
     ("die", "limit", "code", "words"),
     [
-        (f"0 2 {KILL}; 1 3 {KILL}", 1, 75, "no restart is left: --max-restarts is 1"),
+        pytest.param(
+            f"0 2 {KILL}; 1 3 {KILL}", 1, 75, "no restart is left: --max-restarts is 1", marks=pytest.mark.long
+        ),
         (f"0 2 {KILL}; 1 2 {KILL}", 3, 137, "rank 1 failed in step 2 in an earlier attempt too"),
         (f"0 2 {KILL}; 1 4 raise KeyError('bug')", 3, 1, "KeyError: 'bug'"),
     ],
@@ -324,6 +326,7 @@ if os.environ["ROXXEL_ATTEMPT"] == "0":
 """
 
 
+@pytest.mark.long
 def test_an_exception_of_the_runtime_is_infrastructure(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "ecc.py").write_text(RAISE)
     code, _, err = launch("python", "ecc.py", nprocs=1, max_restarts=3).wait()
@@ -333,7 +336,9 @@ def test_an_exception_of_the_runtime_is_infrastructure(launch: Launch, tmp_path:
     assert "restart 1 of 3, immediately" in err
 
 
-@pytest.mark.parametrize(("restart_on", "code"), [("any", 0), ("infrastructure", 1)])
+@pytest.mark.parametrize(
+    ("restart_on", "code"), [("any", 0), pytest.param("infrastructure", 1, marks=pytest.mark.long)]
+)
 def test_an_exception_of_the_program_is_tried_again_where_the_user_says_so(
     restart_on: str, code: int, launch: Launch
 ) -> None:

@@ -125,7 +125,11 @@ def spares(job: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "edit", ["distributed", *(pytest.param(e, marks=pytest.mark.cluster) for e in ("free_memory", ""))]
+    "edit",
+    [
+        pytest.param("distributed", marks=pytest.mark.long),
+        *(pytest.param(edit, marks=pytest.mark.cluster) for edit in ("free_memory", "")),
+    ],
 )
 def test_after_an_edit_all_ranks_run_the_new_code_and_spares_of_the_old_are_dropped(
     launch: Launch, until: Until, tmp_path: Path, edit: str

@@ -84,7 +84,7 @@ def ssh(
     return make
 
 
-BOTH = pytest.mark.parametrize("ssh", ["ssh", "exec"], indirect=True)
+BOTH = pytest.mark.parametrize("ssh", ["ssh", pytest.param("exec", marks=pytest.mark.cluster)], indirect=True)
 BOTH_CUT = pytest.mark.parametrize("ssh", ["ssh", "exec over ssh"], indirect=True)
 """Where a link is cut: the tests of the two backends are the same."""
 
@@ -278,6 +278,7 @@ def test_agents_outlive_an_attempt_and_a_spare_host_takes_the_place_of_a_lost_on
     assert not any(os.path.exists(folder) for attempt in folders for folder in attempt)
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("ssh", ["ssh", pytest.param("exec", marks=pytest.mark.cluster)], indirect=True)
 def test_a_host_that_is_not_fit_any_more_is_left_out(ssh: Callable[[int], Ssh]) -> None:
     three = ssh(3)

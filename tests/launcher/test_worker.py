@@ -15,7 +15,7 @@ import pytest
 
 from roxxel_dist.cli import COMMANDS
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_TIMEOUT_TEXT
+from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_RUNTIME, EXIT_TIMEOUT_TEXT
 from roxxel_dist.launcher.host.worker import SUBCOMMANDS
 
 pytestmark = pytest.mark.xdist_group("launch")
@@ -242,6 +242,7 @@ PRELUDE = "import atexit, os, signal, sys, threading, time\natexit.register(prin
         ("threading.Thread(target=time.sleep, args=(1000,)).start(); {}['key [/x]']", 1, "out", "KeyError: 'key [/x]'"),
         ("sys.exit(7)", 7, "out", ""),
         ("sys.exit('in words')", 1, "out", "in words"),
+        ("import jax; raise jax.errors.JaxRuntimeError('INTERNAL: ECC')", EXIT_RUNTIME, "out", "Error: INTERNAL: ECC"),
         ("raise KeyboardInterrupt", 130, "out", ""),
         ("os.kill(os.getpid(), signal.SIGRTMIN + 5); sys.exit(42)", 42, "outatexit\n", "most recent call first"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV, "", "Fatal Python error: Segmentation fault"),

@@ -170,7 +170,7 @@ def test_trouble_is_tried_again_until_the_limit(hasty, link, trouble, value, wor
     assert hasty.read("k") == b"x" * 1000
 
 
-@pytest.mark.parametrize("parts", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("parts", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_server_that_comes_back(server, link, store, tmp_path, parts):
     """Reads and writes that it went away from are done when it is there again; in parts and not."""
     data = bytes(range(256)) * ((3 * MULTIPART // 2 if parts else MULTIPART // 4) // 256)

@@ -44,6 +44,7 @@ def test_there_is_nothing_to_model_where_all_or_none_fail() -> None:
     assert fit_failures(points, np.ones(5, dtype=bool), NONE) is None
 
 
+@pytest.mark.long
 def test_accidents_keep_nothing_from_being_found() -> None:
     accidents = random.Random(2)
     rows = searched(engine(SQUARE, seed=2), 30, lambda params: None if accidents.random() < 0.33 else bowl(params))
@@ -51,6 +52,7 @@ def test_accidents_keep_nothing_from_being_found() -> None:
     assert min(value for _, value in rows if value is not None) < LEAST + 5e-3
 
 
+@pytest.mark.long
 def test_a_long_search_goes_on_with_its_process() -> None:
     """Of 400 trials at random the best is some way off: the next few suggestions are close to the optimum."""
     source, found = engine(SQUARE, "random"), engine(SQUARE)
@@ -105,7 +107,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=() if size in ("both", "huge") else pytest.mark.long) for size in SIZES]
+    "size", [pytest.param(size, marks=() if size == "both" else pytest.mark.long) for size in SIZES]
 )
 def test_numbers_of_any_size_do_not_blind_it(size: str) -> None:
     search, found = engine(SQUARE, seed=3), list[float]()
@@ -162,7 +164,7 @@ def test_any_number_of_trials_may_run() -> None:
     assert min(max(abs(params[name] - other[name]) for name in SQUARE) for other in running.values()) > 2e-3
 
 
-@pytest.mark.parametrize("count", [1, 10, 400, 3000])
+@pytest.mark.parametrize("count", [1, 10, 400, pytest.param(3000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", ["bayes", "tpe"])
 def test_any_number_of_trials_may_have_ended(count: int, method: str) -> None:
     search, rng, seen = engine(SQUARE, method, seed=1), random.Random(3), []

@@ -134,6 +134,7 @@ def test_many_may_run_before_anything_is_told() -> None:
     assert found.ask()[0] == 30
 
 
+@pytest.mark.long
 def test_failures_are_left_behind() -> None:
     found = engine({"x": {"min": 0.0, "max": 1.0}, "y": {"min": 0.0, "max": 1.0}})
     rows = searched(found, 30, lambda params: None if params["x"] < 0.4 else params["x"] + params["y"])
@@ -164,6 +165,7 @@ def test_one_huge_value_does_not_hide_the_others() -> None:
     assert min(value for _, value in searched(found, 24, bowl) if value is not None) < 1e-3
 
 
+@pytest.mark.long
 def test_a_parameter_that_is_off_does_not_matter() -> None:
     parameters = {"moe": {"values": [True, False]}, "experts": {"min": 2, "max": 40}, "x": {"min": 0.0, "max": 1.0}}
     found = engine(parameters, when={"experts": "moe"})

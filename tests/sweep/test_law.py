@@ -70,6 +70,7 @@ def test_differences_are_known_better_than_values():
     assert (draws[:, 0] - draws[:, 1]).std() < 0.3 * draws[:, 0].std()
 
 
+@pytest.mark.long
 def test_what_is_left_out_is_predicted_as_without_it():
     """The closed form beside fits to all trials but one."""
     shares, losses = trials(16, noise=0.03)

@@ -69,6 +69,7 @@ def test_a_law_finds_the_optimum_of_log_linear_sources(seed: int) -> None:
     assert min(table.worth) - BEST < 0.02 * (UNIFORM - BEST)
 
 
+@pytest.mark.long
 def test_with_trials_that_were_stopped() -> None:
     """asha: most trials have one report of three, and the law knows where they would have ended."""
     table, search = searched(20, 3, early_terminate=ASHA)
@@ -99,6 +100,7 @@ def test_the_better_of_law_and_process_proposes() -> None:
     assert proposes(lambda shares, rate: losses(shares), metric={**METRIC, "goal": "maximize"}) == []
 
 
+@pytest.mark.long
 def test_a_trial_that_diverged_hides_no_law() -> None:
     right = np.array(proposes(lambda shares, rate: losses(shares)))
     for diverged in (1e3, 1e300):

@@ -25,7 +25,7 @@ def place(tmp_path_factory):
     return cache(lambda *size: made_mixtures(tmp_path_factory.mktemp("mixtures"), *size))
 
 
-@pytest.mark.parametrize("sets", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("sets", [3, *(pytest.param(sets, marks=pytest.mark.long) for sets in (2, 4))])
 def test_the_text_has_shares_surface_effects_and_what_sets_do_together(place, sets, tmp_path, capsys):
     assert main(["report", str(place(sets)), "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -81,6 +81,7 @@ def test_all_of_it_is_json_and_on_the_page(place, sets, tmp_path, capsys):
     assert '"mixture":{' in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_column_and_surface_agree_where_shares_change_nothing(tmp_path):
     read = read_study(made_mixtures(tmp_path, 2, flat=True))
     found, law = mixtures_of(read), LawOfStudy.fit(read)
@@ -108,6 +109,7 @@ def test_few_trials_have_no_law(tmp_path, capsys):
     assert "5 trained to their end, and it needs 8" in out
 
 
+@pytest.mark.long
 def test_a_learning_rate_that_is_searched_too_is_no_effect_of_the_shares(tmp_path):
     """Its effect is as large as that of the shares, and the law is of the best value."""
     rates = {"distribution": "log_uniform_values", "min": 0.001, "max": 0.1}
@@ -123,6 +125,7 @@ def test_a_learning_rate_that_is_searched_too_is_no_effect_of_the_shares(tmp_pat
     assert "the law is of the best trial's values of the other parameters: lr" in found.text()
 
 
+@pytest.mark.long
 def test_where_more_is_better_the_surface_marks_the_most(tmp_path):
     found = mixtures_of(read_study(made_mixtures(tmp_path, 2, weighted=False, goal="maximize")))
     assert found is not None

@@ -106,13 +106,13 @@ def test_the_value_is_found_where_the_run_is(tmp_path, text):
     assert last["result"]["value"] == 3.0, last
 
 
-@pytest.mark.parametrize(("text", "reason"), cases_of(NOT_FOUND, {"two runs in turn"}))
+@pytest.mark.parametrize(("text", "reason"), cases_of(NOT_FOUND, ()))
 def test_what_to_change_is_said_where_there_is_no_one_value(tmp_path, text, reason):
     *_, last = run(asked(tmp_path, text))
     assert re.search(reason, last["fail"]["reason"]), last
 
 
-@pytest.mark.parametrize(("begin", "expected"), cases_of(RANKS, {"all log into the working folder, rank 1 first"}))
+@pytest.mark.parametrize(("begin", "expected"), cases_of(RANKS, ()))
 def test_the_value_is_that_of_rank_0(tmp_path, begin, expected):
     text = f"{begin}\nrun = wandb.init(dir=DIR); run.log({{'loss': VALUE}}); run.finish()"
     *_, last = split(run(asked(tmp_path, text, procs_per_host=2)))

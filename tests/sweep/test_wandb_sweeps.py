@@ -237,6 +237,7 @@ def test_a_sweep_that_is_not_there_is_named(tmp_path, server, env):
     assert "UserError: the W&B sweep 'local/tests/nosuch' cannot be joined: " in result.stderr
 
 
+@pytest.mark.cluster
 def test_wandb_sync_sends_a_trial_that_was_offline(tmp_path, server, env):
     config = {"wandb_project": "studies"}
     asked = task(

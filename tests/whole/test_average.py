@@ -21,7 +21,7 @@ from roxxel_dist.weights.load import weights_of
 SMALL = {
     "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 16, "batch_size": 8, "max_steps": 6, "lr": 1e-2,
     "log_every": 1, "eval_every": 3, "eval_iters": 1, "checkpoint_every": 3, "memory_checkpoint_every": 0,
-    "max_to_keep": None, "n_devices": 1, "wandb": "off",
+    "max_to_keep": None, "n_devices": 1, "wandb": "off", "sample": "off",
 }  # fmt: skip
 
 
@@ -117,6 +117,7 @@ def test_a_resume_neither_begins_nor_ends_one(data, tmp_path, request, source, f
         fit(data, tmp_path / "run", resume=True, max_steps=8, **fields)
 
 
+@pytest.mark.long
 def test_a_resume_may_change_its_decay_and_a_fork_cannot_end_it(data, averaged, tmp_path):
     shutil.copytree(averaged, tmp_path / "run")
     fit(data, tmp_path / "run", resume=True, max_steps=7, ema=0.5)
@@ -141,6 +142,7 @@ def test_with_virtual_shards_it_has_the_same_bits_on_any_devices(data, tmp_path,
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.long
 def test_a_plan_counts_it(data):
     with Roxxel(data):
         with_one, without = (estimate(Config(**SMALL, ema=ema), data, EstimateRequest()) for ema in (0.9, 0.0))

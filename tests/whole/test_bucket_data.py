@@ -136,6 +136,7 @@ def test_damage_ends_the_run_with_1(server, folders, cache, tmp_path):
     assert "1 of " in done.stdout
 
 
+@pytest.mark.long
 def test_a_store_that_stays_away_ends_the_run_with_74(server, folders, cache, tmp_path, monkeypatch):
     url = put(server, folders / "self", "away")
     (tmp_path / "c.yaml").write_text(CONFIG.format(self=url, more=folders / "more"))

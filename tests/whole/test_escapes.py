@@ -102,7 +102,15 @@ def test_what_a_host_says(words: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["train", TITLE], ["logs", TITLE], ["report", TITLE + CLEAR], ["data", "info", TITLE]]
+    "words",
+    [
+        ["train", TITLE],
+        ["logs", TITLE],
+        *(
+            pytest.param(words, marks=pytest.mark.long)
+            for words in (["report", TITLE + CLEAR], ["data", "info", TITLE])
+        ),
+    ],
 )
 def test_names_that_people_give(words: list[str], tmp_path: Path) -> None:
     shown = on_terminal(tmp_path, *words)

@@ -18,6 +18,7 @@ SMALL = {
     "n_devices": 1,
     "batch_size": 8,
     "eval_iters": 1,
+    "sample": "off",
     "log_every": 1,
     "max_to_keep": None,
     "tokenizer_type": "char",

@@ -47,7 +47,7 @@ def test_the_disk_of_another_pytest_that_runs_stays(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT, signal.SIGKILL]
+    "number", [*(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGTERM, signal.SIGINT)), signal.SIGKILL]
 )
 def test_processes_and_mounts_end_with_the_tests(tmp_path, number):
     told = tmp_path / "pids"

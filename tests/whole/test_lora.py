@@ -30,7 +30,7 @@ pytestmark = pytest.mark.xdist_group("lora")  # one base for all
 SMALL = {
     "dim": 32, "num_blocks": 1, "head_size": 8, "max_context": 16, "batch_size": 16, "eval_iters": 4, "log_every": 1,
     "eval_every": 8, "checkpoint_every": 4, "tokenizer_type": "byte", "val_fraction": 0.1, "lr": 1e-2, "n_devices": 1,
-    "max_to_keep": None,
+    "max_to_keep": None, "sample": "off",
 }  # fmt: skip
 FIRST = "".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000))
 SECOND = "".join(f"({2 * i} - {i} = {i})\n" for i in range(3000))
@@ -121,6 +121,7 @@ def test_a_fork(work, tmp_path):
     assert load_yaml(run / "config.yaml")["record"]["initialized_from"]["run"] == str(work / "base")
 
 
+@pytest.mark.long
 def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(work / "tuned", run)

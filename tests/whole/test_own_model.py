@@ -33,7 +33,9 @@ def work(tmp_path_factory):
     """A folder with a corpus, a package of the user's, and the whole run of its model on 2 devices in `whole`."""
     folder = tmp_path_factory.mktemp("own")
     make_corpus(folder)
-    (folder / "tiny.yaml").write_text(TINY.replace("dim: 32", "dim: 7"))  # nothing the built-in model could be made of
+    (folder / "tiny.yaml").write_text(
+        TINY.replace("dim: 32", "dim: 7") + "sample: 'off'\n"
+    )  # nothing the built-in model could be made of
     (folder / "netpkg").mkdir()
     shutil.copy(pytest.importorskip("own_model").__file__, folder / "netpkg" / "net.py")
     with contextlib.chdir(folder):
@@ -128,6 +130,7 @@ def test_it_generates(here, capsys):
     assert capsys.readouterr().out.startswith("import")
 
 
+@pytest.mark.long
 def test_one_that_cannot_generate_trains_and_says_so(corpus, tmp_path):
     fields = {"model": "own_model:build_pooled", "loss": "own_model:pooled_loss", "dim": 7, "max_context": 16}
     made = build_components(Config(**fields, batch_size=8), corpus)
@@ -162,6 +165,7 @@ def test_what_cannot_be_trained_is_named(corpus, tmp_path, fields, message):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.long
 def test_a_wrong_loss_leaves_nothing_behind(corpus, tmp_path):
     """Found while it is traced, before a folder is written that would be in the way of the next try."""
     own = {"model": "own_model:build", "max_context": 16, "batch_size": 8}

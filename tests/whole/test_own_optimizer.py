@@ -19,9 +19,9 @@ from roxxel_dist.settings.effect import without_effect
 from roxxel_dist.sweep.trial.trial import config_of
 
 SMALL = {
-    "dim": 16, "num_blocks": 2, "n_heads": 2, "max_context": 16, "batch_size": 8, "max_steps": 6, "lr": 1e-2,
+    "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 16, "batch_size": 8, "max_steps": 6, "lr": 1e-2,
     "log_every": 1, "eval_every": 3, "eval_iters": 1, "checkpoint_every": 3, "memory_checkpoint_every": 0,
-    "n_devices": 1, "wandb": "off",
+    "n_devices": 1, "wandb": "off", "sample": "off",
 }  # fmt: skip
 
 
@@ -63,6 +63,7 @@ def test_with_virtual_shards_it_has_the_same_bits_on_any_devices(fit, monkeypatc
     assert fit("one", **fields) == fit("two", **fields, n_devices=2)
 
 
+@pytest.mark.long
 def test_a_plan_counts_its_state(corpus):
     own, named = (
         estimate(Config(**SMALL, optimizer=name), corpus.filepath, EstimateRequest())

@@ -85,6 +85,8 @@ def exported(run, folder, format, **options):
     return folder
 
 
+FEW = ("load_run", "the newest file of weights", "several files", "an export of an export")
+"""Ways that have each format and each kind of file among them."""
 WAYS = {
     "load_run": lambda run, folder: load_run(run).model,
     "a step by name": lambda run, folder: load_run(f"{run}@{STEPS}").model,
@@ -102,7 +104,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in FEW else pytest.mark.long) for way in WAYS])
 def test_it_goes_with_the_parameters(run, trained, tmp_path, way):
     model = WAYS[way](run, tmp_path)
     assert model.shared is model.listed[0]

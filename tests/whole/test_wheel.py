@@ -34,6 +34,7 @@ def wheel(tmp_path_factory):
     return made
 
 
+@pytest.mark.long
 def test_what_is_in_it(wheel):
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()

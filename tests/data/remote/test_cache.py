@@ -58,7 +58,7 @@ def chunk_files(cache):
     return [path for path in cache.glob("chunks/*/*") if path.suffix != PART]
 
 
-@pytest.mark.parametrize("cache_gb", [1.0, 0.0018])
+@pytest.mark.parametrize("cache_gb", [pytest.param(1.0, marks=pytest.mark.long), 0.0018])
 def test_processes_read_the_same(server, local, url, cache, cache_gb):
     """pytorch-lightning#18957, litData#846: in a cache of a half of the data set files go while others read them."""
     with server.link(delay_s=0.02) as link, server.environment(link):

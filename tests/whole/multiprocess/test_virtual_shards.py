@@ -180,19 +180,15 @@ def test_killed_within_the_long_phase_and_resumed_on_other_devices(desk, shards,
             assert again[step]["train_loss"] == pytest.approx(row["train_loss"], rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"virtual_shards": 6}, "virtual_shards is 6: it must be a power of two"),
-        *(
-            pytest.param(more, words, marks=pytest.mark.long)
-            for more, words in [
-                ({"virtual_shards": 32, "grad_accum": 2}, "cuts each row into 2 shards, which are computed at once"),
-                ({"virtual_shards": 32, "model": "own:build"}, "That needs the built-in model and its loss"),
-                ({"tensor_devices": 2}, "Leave tensor_devices and meshes of your own with several axes out"),
-                ({"virtual_shards": 2}, "virtual_shards is 2, and there are 4 devices, of which each has one shard"),
-            ]
-        ),
+        ({"virtual_shards": 32, "grad_accum": 2}, "cuts each row into 2 shards, which are computed at once"),
+        ({"virtual_shards": 32, "model": "own:build"}, "That needs the built-in model and its loss"),
+        ({"tensor_devices": 2}, "Leave tensor_devices and meshes of your own with several axes out"),
+        ({"virtual_shards": 2}, "virtual_shards is 2, and there are 4 devices, of which each has one shard"),
     ],
 )
 def test_what_is_refused(desk, more, words):
