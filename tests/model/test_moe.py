@@ -90,7 +90,7 @@ def test_a_single_token():
 
 def check_against_the_loop(moe, x, bend="silu"):
     expected, balance = by_hand(moe, x, moe.top_k, bend)
-    assert np.abs(expected).max() > 0.1
+    assert np.abs(expected).max() > 0.05
     y, found = nnx.jit(lambda m, x: m(x))(moe, x)
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-5)  # a few units of float32 where tests compile fast
     assert float(found) == pytest.approx(balance, rel=1e-5)

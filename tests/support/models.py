@@ -37,8 +37,8 @@ def with_numbers(make: Callable[[], M], seed: int = 0, **scalars: float) -> M:
     def numbers(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         drawn = np.random.default_rng([seed, zlib.crc32(name.encode())]).normal(size=leaf.shape)
-        fan_in = leaf.shape[-2] if len(leaf.shape) > 1 and "embedding" not in name else leaf.shape[-1]
-        return jax.device_put(((1 + drawn / 8) if name.endswith("scale") else drawn / fan_in**0.5).astype(leaf.dtype))
+        size = max(leaf.shape, default=1) ** 0.5  # of a matrix about the fan-in, whichever of its axes are the columns
+        return jax.device_put(((1 + drawn / 8) if name.endswith("scale") else drawn / size).astype(leaf.dtype))
 
     def other(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -234,19 +234,18 @@ def test_nothing_is_replaced_and_nothing_half_is_left(work, capsys):
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
 def test_a_damaged_file_is_named_and_no_library_speaks(work, how, capsys):
-    """Where text is generated too: the files with the values, one of which is named in a line that people read.
+    """Where text is generated too: every file with values, one of which is named in a line that people read.
 
-    Which of them has the parameters, and which the optimizer's state alone, is chance.
+    Which of them has the parameters, and where in it, is chance: the optimizer's state is not read.
     """
-    state = work / "run" / "checkpoints" / "8" / "state"
-    files = [path for path in state.glob("*/d/*") if path.stat().st_size > 1000]
+    files = list((work / "run" / "checkpoints" / "8" / "state").glob("*/d/*"))
     for path in files:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2 :] = bytes(255 - one for one in data[len(data) // 2 :]) if how == "flipped" else b""
+        data = path.read_bytes()
+        data = bytes(255 - one for one in data) if how == "flipped" else data[:50]
         path.unlink() if how == "gone" else path.write_bytes(data)
     assert main(["generate", "run", "--prompt", "x"]) == 2
     said = capsys.readouterr().err.strip()
-    assert any(path.name in said for path in files)
+    assert any(path.name in said for path in files), said
     assert said.count("\n") == 0
     assert len(said.replace(str(work), "")) < 500
     assert not [word for word in ("zarr", "OCDBT", "ocdbt.", "source") if word in said.replace("ocdbt.process", "")]
