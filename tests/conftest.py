@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from commands import FAST
+from commands import FAST, PROXIES
 
 ROOT = Path(__file__).parent.parent
 # Before jax is imported, here and in every process that a test starts.
@@ -26,7 +26,7 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 
 os.umask(0o022)  # that another user may read a file is asserted here and there
 # The servers of the tests are on this machine: a proxy is for what pip installs.
-for name in ("no_proxy", "NO_PROXY"):
+for name in ("no_proxy", "NO_PROXY") if any(name.lower() in PROXIES for name in os.environ) else ():
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "::1")))
 # Else each of the many processes of the tests would compile the package, and each worker rewrite all assertions.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -26,6 +26,8 @@ from chaos_injector import Injector
 from chaos_training import Training, last_state, left_behind, prepare
 from hosts import CONTROLLER, Cluster
 
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE
+
 STALL_S = 240.0
 """A job that makes no new step for so long hangs: that is longer than any pause before a restart, and a start."""
 HITS_S = 120.0
@@ -236,7 +238,9 @@ class Chaos:
         unready = time.monotonic() < self._unready_until + gone_s
         # A rank that fails, or loses the others, while they stop and save; nothing is started again after a request.
         asked, disturbed = self._kinds & ASKED, self._kinds - ASKED or self._injector.is_staged
-        fine = fine or (unready and code == UNREADY) or (bool(asked and disturbed) and code in WHILE_STOPPING)
+        # A launch that is made while its folder cannot be written says so, and nothing has begun.
+        refused = code == UNREADY or (code == EXIT_USAGE and "cannot be written" in self._tail())
+        fine = fine or (unready and refused) or (bool(asked and disturbed) and code in WHILE_STOPPING)
         assert fine, f"no fault explains the code {code}\n{self._tail()}"
         self._codes, self._kinds, self._given_up = set(), set(), False
 

@@ -48,7 +48,7 @@ DEPRECATED = re.compile(r"^.*roxxel_dist/\S+\.py:\d+: (\w*Deprecation|Future)War
 the process of the tests every warning is an error already."""
 KEPT = ("ROXXEL_NO_SKIP", SCALE_ENV)
 """What tests know, beside what an outer launcher leaves."""
-PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "no_proxy")
 TERMINAL = {"TERM": "xterm", "COLUMNS": "100"}
 
 
