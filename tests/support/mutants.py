@@ -74,10 +74,13 @@ def judge(mutant: dict, folder: Path) -> str:
     if gone := [name for name in mutant["tests"] if not (folder / name.split("::")[0]).exists()]:
         return f"no {', '.join(gone)}"
     path.write_text(text.replace(mutant["old"], mutant["new"]))
+    log = folder / "mutant.log"
     try:
-        code = run(folder, mutant["tests"], folder / "mutant.log")
+        code = run(folder, mutant["tests"], log)
     finally:
         path.write_text(text)
+    if code == pytest.ExitCode.USAGE_ERROR and "ImportError while loading conftest" in log.read_text():
+        return "killed"
     return {0: "survived", 1: "killed", 2: "killed"}.get(code, f"exit code {code} of pytest")
 
 

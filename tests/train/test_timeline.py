@@ -90,6 +90,23 @@ with Roxxel({corpus!r}) as corpus:
 """
 
 
+@pytest.mark.parametrize("torn", [b"", b'{"attempt": 1, "activity": "st', b"{", b'{"attempt": 9'])
+def test_a_row_that_a_kill_tore_takes_no_other_with_it(tmp_path, torn):
+    """Rows end with a newline, those of the attempt that follows have its number."""
+    before = [row(1, "start", 0.0, 1.0), row(1, "step", 1.0, 1.0, [1, 2])]
+    text = b"".join(json.dumps(one).encode() + b"\n" for one in before)
+    (tmp_path / "timeline.jsonl").write_bytes(text + torn)
+    timeline = Timeline(tmp_path, Progress(None, 0))
+    timeline.open()
+    timeline.close()
+    *kept, added = read_timeline(tmp_path)
+    assert kept == before
+    assert (added["attempt"], added["activity"]) == (2, "start")
+    lines = (tmp_path / "timeline.jsonl").read_bytes().split(b"\n")
+    assert lines[-1] == b""
+    assert len(lines) == 4 + bool(torn)
+
+
 @pytest.mark.long
 def test_a_killed_run_was_down_and_repeats_steps(corpus_pattern, tmp_path):
     """What a kill loses is little: the step under way."""
