@@ -40,6 +40,7 @@ def test_a_mesh_with_axes_of_its_own(trainer):
     assert report.devices == 4
 
 
+@pytest.mark.long
 def test_a_difference_on_the_mesh_of_make_mesh(trainer):
     bad = trainer(loss=double_psum.loss, optimizer=one_copy.optimizer(None, 1e-2))
     (result,) = check_layouts(bad, layouts=["rows"]).results

@@ -177,13 +177,14 @@ def test_more_context_than_the_model_has():
         generate(build(), [1], 5, max_context=33)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "prompts"),
     [
-        pytest.param({**WINDOW, "no_sink": True, "num_blocks": 1}, 1, marks=pytest.mark.long),
+        ({**WINDOW, "no_sink": True, "num_blocks": 1}, 1),
         ({**MLA, "pos_encoding": "learned", "num_blocks": 1}, 3),
         *(
-            pytest.param(fields, prompts, marks=pytest.mark.long)
+            (fields, prompts)
             for fields in ({"kv_heads": 2}, {**WINDOW, "no_sink": True}, {**MLA, "pos_encoding": "learned"})
             for prompts in (1, 3)
         ),

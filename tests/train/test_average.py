@@ -91,7 +91,8 @@ def test_it_resumes_to_the_bit(corpus, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, host(parts.state.evaluated), host(whole.state.evaluated))
 
 
-@pytest.mark.parametrize("action", ["skip", pytest.param("rewind", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("action", ["skip", "rewind"])
 def test_a_bad_step_does_not_move_it(corpus, tmp_path, monkeypatch, action):
     seen = []
     options = OPTIONS | {"phases": [Phase(14, 8, 17)], "on_bad_step": action, "checkpoint_every": 2}

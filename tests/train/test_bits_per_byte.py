@@ -114,6 +114,7 @@ def test_the_bytes_of_a_whole_set_are_those_of_its_documents(sets, tmp_path, kin
     assert row["val_bpb/all"] == row["val_bpb/again"] == pytest.approx(row["val_bpb"], rel=1e-9)
 
 
+@pytest.mark.long
 def test_where_the_text_is_not_known(sets, tmp_path):
     """Without a tokenizer, or with a loss that may be anything, there is no such number."""
     phase = Phase(1, 4, 33)

@@ -170,9 +170,8 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("by the package's attention", marks=pytest.mark.long), "one token after the other"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", MIXING)
 def test_what_is_repeated_of_a_model_of_ones_own_is_told_once(kind, corpus, tmp_path):
     """Of a recurrent network all devices do all, and the head alone is divided."""
     is_divided = kind == "by the package's attention"

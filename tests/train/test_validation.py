@@ -225,6 +225,7 @@ def test_a_better_checkpoint_takes_the_place_of_the_best(corpus, tmp_path):
     assert (made.store.best_step(), saved(tmp_path)) == (9, [9, 13])
 
 
+@pytest.mark.long
 def test_a_bad_validation_is_no_best(corpus, tmp_path):
     """A model whose evaluation alone is no number: told in the log, never the best, and counted by patience."""
 

@@ -277,6 +277,7 @@ def test_every_way_of_generating(tmp_path, capsys, name):
 PHASES = [{"steps": 60, "batch_size": 8, "seq_len": 33}]
 
 
+@pytest.mark.long
 def test_the_sample_of_a_run(tmp_path):
     llama_2().save(tmp_path / "tokenizer.json")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
@@ -336,14 +337,8 @@ def with_gap(tokenizer):
     return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(described)))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("char", marks=pytest.mark.long),
-        pytest.param("sentencepiece", marks=pytest.mark.long),
-        "one with a gap in its ids",
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["char", "sentencepiece", "one with a gap in its ids"])
 def test_a_vocabulary_larger_than_the_tokenizers(tmp_path, name):
     tokenizer = made(GAPS[name], tmp_path)
     run = make_run(tmp_path / "run", tokenizer, vocab_size=2 * tokenizer.vocab_size)

@@ -159,6 +159,7 @@ def test_an_average_is_merged_and_the_type_of_the_parameters_stays(data, tmp_pat
         np.testing.assert_array_equal(array, wanted[name].astype(array.dtype))
 
 
+@pytest.mark.long
 def test_of_adapters_the_plain_models_are_merged(run, data, tmp_path):
     adapted = fit(data, tmp_path / "run", init_from=str(run), use_lora=True, lora_rank=2, dropout_rate=0.1)
     merge_run(f"{adapted}@1,8", tmp_path / "merged")

@@ -168,6 +168,7 @@ def test_adapters_stand_on_it(run, tmp_path):
     check_counts(state_of(load_run(out).model), STEPS + 1)
 
 
+@pytest.mark.long
 def test_a_fork_and_a_resumed_run_go_on_with_it(run, tmp_path):
     fork = Experiment(Config(max_steps=3)).fit(run_dir=tmp_path / "fork", fork=f"{run}@2")
     check_counts(state_of(load_run(fork).model), 3)
@@ -182,6 +183,7 @@ def test_a_sweep_of_rates_begins_with_it(run):
     assert losses == [100 - STEPS - step for step in range(1, 21)]
 
 
+@pytest.mark.long
 def test_a_module_and_a_checkpointer_have_it_after_a_run(run, tmp_path):
     config = Config(**SHAPE, vocab_size=40)
     with Roxxel(run / "data") as data:
