@@ -51,7 +51,6 @@ def test_a_confirmation_that_is_killed_goes_on(desk):
     assert len(ended(study / "confirm")) == 3 * len(found.expected.phases)  # none was trained twice
     for one in found.gains:
         assert one.is_inside is not None
-        assert one.noise is not None
         verdict = "inside" if one.is_inside else "OUTSIDE"
         assert f"best less {one.against}: predicted" in told.stdout
         assert f"{verdict} the interval" in told.stdout

@@ -1,6 +1,7 @@
 """The report of a study with mixtures: shares, the surface of the law, what sets do together, and its confirmation."""
 
 import json
+import math
 from functools import cache
 
 import numpy as np
@@ -158,15 +159,28 @@ def test_a_confirmation_trains_longer_phases_with_new_seeds(tmp_path):
 
 
 @pytest.mark.parametrize(("factor", "of"), [(1, ""), (10, " of 1 x the steps")])
-@pytest.mark.parametrize(("value", "verdict"), [(-0.2, "inside"), (-0.05, "OUTSIDE"), (None, None)])
-def test_the_interval_of_a_prediction_is_that_of_a_trials_steps(factor, of, value, verdict):
+@pytest.mark.parametrize(
+    ("value", "half", "verdict"),
+    [
+        (-0.2, 0.05, ": inside the interval"),
+        (-0.09, 0.05, ": inside the interval"),  # within what both allow, and outside of what either does
+        (-0.05, 0.05, ": OUTSIDE the interval"),
+        (-0.35, 0.05, ": OUTSIDE the interval"),
+        (0.5, math.inf, None),
+        (None, 0.0, None),
+    ],
+)
+def test_the_interval_of_a_prediction_is_that_of_a_trials_steps(factor, of, value, half, verdict):
     gain = [-0.2, -0.3, -0.1]
     made = Expected(factor=factor, trial=3, seeds=[1], phases={BEST: [], NATURAL: []}, gains={NATURAL: gain})
-    measured = None if value is None else Estimate(value, value - 1, value + 1)
-    one = Confirmed(against=NATURAL, predicted=Estimate(*gain), measured=measured, seeds=1, noise=None)
+    measured = None if value is None else Estimate(value, value - half, value + half)
+    seeds = 0 if value is None else 1 if math.isinf(half) else 3
+    one = Confirmed(against=NATURAL, predicted=Estimate(*gain), measured=measured, seeds=seeds)
     text = Confirmation(expected=made, values={}, gains=[one], metric="val_loss").text()
-    end = "not measured yet" if verdict is None else f"{measured}: {verdict} the interval{of}"
-    assert text[-1] == f"best less natural: predicted {Estimate(*gain)}, {'' if value is None else 'measured '}{end}"
+    line = f"best less natural: predicted {Estimate(*gain)}, "
+    line += "not measured yet" if value is None else f"measured {measured}{verdict + of if verdict else ''}"
+    more = ["  one seed has no interval, and so no verdict"] if seeds == 1 else []
+    assert text[-1 - len(more) :] == [line, *more]
     assert any("predictions are for the steps of a trial" in line for line in text) == (factor > 1)
 
 

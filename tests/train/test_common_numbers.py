@@ -11,7 +11,6 @@ from runs import model, rows, told
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.sweep.report.common_noise import noise_ratio
 
 DROPPING, STILL = partial(model, dropout_rate=0.5), optax.sgd(0.0)
 MIXTURES = ((4, {"self": 0.9, "code": 0.1}, {"self": 0.5, "code": 0.5}), (7, {"code": 1.0, "self": 0}, {"self": 1.0}))
@@ -59,14 +58,3 @@ def test_weights_dropout_and_held_out_text(corpus, code, tmp_path):
     validated = [[row["val_loss"] for row in run if "val_loss" in row] for run in (one, other)]
     assert validated[0] == validated[1], "the weights, which nothing trains here, and the held-out text"
     assert "phase 2/2" in told(tmp_path / "0")
-
-
-def test_the_noise_that_both_have_cancels():
-    rng = np.random.default_rng(0)
-    luck, first, second = rng.normal(size=(3, 4000))
-    assert noise_ratio(3 * luck + first, 3 * luck + second) == pytest.approx(0.1, rel=0.1)
-    assert noise_ratio(first, second) == pytest.approx(1, rel=0.1)
-    assert noise_ratio([1.0, 2.0], [0.0, 1.0]) == 0
-    for shapes in (([1.0], [1.0]), ([1.0, 2.0], [1.0])):
-        with pytest.raises(ValueError, match="two rows of numbers of the same seeds"):
-            noise_ratio(*shapes)

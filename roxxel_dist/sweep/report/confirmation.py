@@ -6,7 +6,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 from roxxel_dist.place.directory import is_study
-from roxxel_dist.sweep.report.common_noise import noise_ratio
 from roxxel_dist.sweep.report.surface import Estimate
 from roxxel_dist.sweep.study.confirm import BEST, FOLDER, Expected
 from roxxel_dist.sweep.study.folder import Study
@@ -26,16 +25,22 @@ class Confirmed:
     measured: Estimate | None
     """The mean over the seeds that both have, and its interval; None before there is one."""
     seeds: int
-    noise: float | None
-    """The variance of these differences over that of differences with seeds of their own (`noise_ratio`); None for
-    fewer than two seeds."""
 
     @property
     def is_inside(self) -> bool | None:
-        """Whether what was measured is within the interval that was predicted; None where one is missing."""
-        if self.predicted is None or self.measured is None:
+        """Whether the measured less the predicted has 0 in its interval; None where one is missing, and of one seed.
+
+        Both have errors, which are independent: the half of the interval of their difference is the root of the sum of
+        the squares of the halves that point to each other.
+        """
+        if self.predicted is None or self.measured is None or math.isinf(self.measured.high):
             return None
-        return self.predicted.low <= self.measured.value <= self.predicted.high
+        off = self.measured.value - self.predicted.value
+        if off > 0:
+            half = math.hypot(self.predicted.high - self.predicted.value, self.measured.value - self.measured.low)
+        else:
+            half = math.hypot(self.predicted.value - self.predicted.low, self.measured.high - self.measured.value)
+        return abs(off) <= half
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +60,7 @@ class Confirmation:
             "factor": expected.factor, "trial": expected.trial, "seeds": expected.seeds,
             "values": {name: list(values.values()) for name, values in self.values.items()},
             "gains": [
-                {"against": one.against, "seeds": one.seeds, "inside": one.is_inside, "noise": one.noise,
+                {"against": one.against, "seeds": one.seeds, "inside": one.is_inside,
                  "predicted": one.predicted and one.predicted._asdict(),
                  "measured": one.measured and one.measured._asdict()}
                 for one in self.gains
@@ -82,10 +87,8 @@ class Confirmation:
             measured = "not measured yet" if one.measured is None else f"measured {one.measured}"
             verdict = {True: f": inside {interval}", False: f": OUTSIDE {interval}", None: ""}[one.is_inside]
             lines.append(f"best less {one.against}: {predicted}, {measured}{verdict}")
-            if one.noise is not None:
-                lines.append(
-                    f"  common random numbers: the variance of this difference is {one.noise:.2f} x that without"
-                )
+            if one.measured is not None and one.seeds == 1 and one.predicted is not None:
+                lines.append("  one seed has no interval, and so no verdict")
         return lines
 
 
@@ -101,7 +104,6 @@ def confirmation(study: Study) -> Confirmation | None:
             predicted=Estimate(*expected.gains[name]) if name in expected.gains else None,
             measured=paired(values[BEST], values[name]),
             seeds=len(values[BEST].keys() & values[name].keys()),
-            noise=_noise(values[BEST], values[name]),
         )
         for name in expected.phases
         if name != BEST
@@ -109,16 +111,13 @@ def confirmation(study: Study) -> Confirmation | None:
     return Confirmation(expected=expected, values=values, gains=gains, metric=study.sweep.metric)
 
 
-def _noise(ours: dict[int, float], theirs: dict[int, float]) -> float | None:
-    both = sorted(ours.keys() & theirs.keys())
-    return noise_ratio([ours[seed] for seed in both], [theirs[seed] for seed in both]) if len(both) > 1 else None
-
-
 def paired(ours: dict[int, float], theirs: dict[int, float]) -> Estimate | None:
     """The mean difference over the seeds that both have, with Student's interval; None where there is no such seed.
 
     A seed has the same initial weights and the same windows for each mixture, so the differences of pairs vary less
-    than the values do. Of one pair the interval is endless.
+    than the values do: over 12 seeds, on five sources of real text (200 steps of a model of 77,000 parameters), the
+    variance of a difference of two mixtures was 0.21 (natural and uniform shares) and 0.13 (4 % moved from one set to
+    another) of that with seeds of their own. Of one pair the interval is endless.
     """
     differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     if not differences:

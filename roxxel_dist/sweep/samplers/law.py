@@ -9,15 +9,18 @@ f(r) = log(1 + r / e) / log(1 + 1 / e), which is r itself for a large e, and mak
 
 With c_i and e given, log(L_i - c_i) is linear, and everything is in closed form: the posterior of (b, t, noise) under a
 normal-inverse-gamma prior, the evidence, and what each trial would be predicted to be without itself. So c, e and the
-width of the prior are a small grid, and the law is the mean over it, weighed by the evidence: nothing is iterated, and
-the same trials give the same law on every machine. c far below all losses makes the law linear in f.
+width of the prior are a small grid, and the law is the mean over it, weighed by the evidence: nothing is iterated to
+an end, and the same trials give the same law on every machine. c far below all losses makes the law linear in f.
 
-The noise is of L, so log(L - c) is weighed by (L - c)^2. That weight and the Jacobian of the logarithm cancel in the
-evidence.
+The noise is of L, and not of its logarithm. So the exponential is made linear at the fit E = exp(b + t . f), where
+L - c is E (1 + b + t . f - log E): the rows are weighed by E^2, and the target is log E + (L - c - E) / E. A few passes
+of Gauss and Newton lead from E = L - c to the fit. With the observed L - c as the weight, a loss that is high by chance
+would count for more than one that is low, and more trials would not help.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -45,10 +48,14 @@ COUNTED = 1e-3
 """Members of the grid with less weight than this are left out."""
 FEWEST = 3
 """Trials of which a law can be made."""
+REWEIGHED = 2
+"""Passes that find the weights of the trials, before those of the widths."""
 LEAST = 1e-9
 """In logarithms of shares."""
 LARGE = 700.0
 """The largest exponent."""
+LIMITS = (-14.0, 14.0)
+"""Of log E over the span of all losses: a trial that is far off in a pass would decide the next one alone."""
 STARTS = 6
 """At random, where the problem may not be convex."""
 
@@ -78,8 +85,10 @@ class _Member:
     root: Array
     """float64[K + p + 1, K + p + 1], upper: its inverse times its transpose is the covariance of beta over the
     noise's."""
+    basis: Array
+    """float64[n + K + p + 1, K + p + 1]: the noise of trials and prior times it is what `root` divides."""
     rate: float
-    """Of the inverse gamma distribution of the noise's variance."""
+    """Of the inverse gamma distribution of the noise's variance: at least as large as what is left out was off by."""
     left_out: Array
     """float64[n]: what each trial would be without itself."""
 
@@ -99,7 +108,7 @@ class Law:
     """The law of t validation sets over K shares; `fit` makes it."""
 
     members: tuple[tuple[_Member, ...], ...]
-    """By validation set, those that count."""
+    """By validation set, those that count, in the order of e, c and width."""
     trials: Array
     """float64[n, t], the losses that it was fitted to."""
 
@@ -140,19 +149,45 @@ class Law:
 
         In a draw all mixtures have the same coefficients, so a difference of two has an interval of its own.
         """
-        shares, rng = np.atleast_2d(np.asarray(shares, np.float64)), np.random.default_rng(seed)
+        shares = np.atleast_2d(np.asarray(shares, np.float64))
         found = np.empty((count, len(shares), len(self.members)))
-        for number, members in enumerate(self.members):
-            turns = rng.choice(len(members), count, p=[one.weight for one in members])
-            normal = rng.standard_normal((count, len(members[0].beta)))
-            gamma = rng.gamma(_shape(len(self.trials)), size=count)
-            for turn, one in enumerate(members):
-                those = turns == turn
-                if those.any():
-                    spread = np.sqrt(one.rate / gamma[those])[:, None]
-                    betas = one.beta + spread * solve_triangular(one.root, normal[those].T).T
-                    found[those, :, number] = one.losses(shares, betas)
+        for number, drawn in enumerate(self.coefficients(np.random.default_rng(seed), count)):
+            for member, those, betas in drawn:
+                found[those, :, number] = member.losses(shares, betas)
         return found
+
+    def coefficients(self, rng: np.random.Generator, count: int) -> list[list[tuple[_Member, NDArray[np.intp], Array]]]:
+        """Joint draws: by validation set the members that are drawn, the numbers of their draws, and their betas.
+
+        One seed of a training moves all of its losses: the noise of a trial is as alike as what the law leaves of the
+        sets, and coefficients are drawn by it.
+        And where the law of one set bends too much, so do others: a draw has the same place in the order of members.
+        """
+        place, gamma = rng.random(count), rng.gamma(_shape(len(self.trials)), size=count)
+        trials, size = len(self.trials), len(self.members[0][0].beta)
+        noise = rng.standard_normal((count, trials + size, len(self.members))) @ self.mixing
+        found = []
+        for number, members in enumerate(self.members):
+            turns = np.searchsorted(np.cumsum([one.weight for one in members])[:-1], place)
+            drawn = []
+            for turn in np.unique(turns).tolist():
+                one, those = members[turn], np.flatnonzero(turns == turn)
+                spread = np.sqrt(one.rate / gamma[those])[:, None]
+                normal = noise[those, :, number] @ one.basis
+                drawn.append((one, those, one.beta + spread * solve_triangular(one.root, normal.T).T))
+            found.append(drawn)
+        return found
+
+    @cached_property
+    def mixing(self) -> Array:
+        """float64[t, t]: independent normal numbers times it are correlated as the sets are in what the law leaves."""
+        rest = self.leave_one_out()
+        size = np.sqrt((rest**2).sum(axis=0))
+        rest = rest / np.where(size > 0, size, 1.0)
+        correlation = rest.T @ rest
+        np.fill_diagonal(correlation, 1.0)
+        values, vectors = np.linalg.eigh(correlation)
+        return (np.sqrt(np.maximum(values, 0.0)) * vectors).T
 
     def leave_one_out(self) -> Array:
         """float64[n, t]: each loss less what the law of the other trials says of it.
@@ -181,11 +216,16 @@ def _members(shares: Array, others: Array, losses: Array) -> tuple[_Member, ...]
         features = [(bend, np.hstack([bent(shares, bend), others])) for bend in bends]
         return [one for bend, rows in features for one in _scored(rows, losses, bend, belows, widths, span)]
 
-    best = max(made_of(BELOW, WIDTHS, BENDS), key=lambda one: one.evidence)
-    near = _around(BELOW, best.below)
+    coarse = made_of(BELOW, WIDTHS, BENDS)
+    turn = BELOW.index(max(coarse, key=lambda one: one.evidence).below)
+    near = BELOW[max(turn - 1, 0) : turn + 2]
     belows = np.geomspace(near[0], near[-1], FINE).tolist()
-    made = made_of(belows, _around(WIDTHS, best.width), _around(BENDS, best.member.bend))
-    logs = np.array([one.evidence for one in made])
+    rest = [one for one in coarse if one.below not in near]
+    made = sorted(rest + made_of(belows, WIDTHS, BENDS), key=lambda one: (one.member.bend, one.below, one.width))
+    # Each c counts for its part of the axis of log c, on which the prior is even.
+    axis = sorted({one.below for one in made})
+    parts = dict(zip(axis, np.log(np.gradient(np.log(axis))).tolist(), strict=True))
+    logs = np.array([one.evidence + parts[one.below] for one in made])
     weights = np.exp(logs - logs.max())
     weights[weights < COUNTED] = 0.0
     weights /= weights.sum()
@@ -199,12 +239,6 @@ class _Scored(NamedTuple):
     below: float
     width: float
     member: _Member
-
-
-def _around(grid: Sequence[float], value: float) -> Sequence[float]:
-    """A value of a grid and its neighbours."""
-    turn = grid.index(value)
-    return grid[max(turn - 1, 0) : turn + 2]
 
 
 def _shape(count: int) -> float:
@@ -221,25 +255,31 @@ def _scored(
     count, size = rows.shape
     for below in belows:
         c = float(losses.min()) - below * span
-        scale, target = (losses - c) / span, np.log(losses - c)
-        for width in widths:
+        fitted = losses - c
+        for turn, width in enumerate([WIDTHS[len(WIDTHS) // 2]] * REWEIGHED + [*widths]):
+            scale, target = fitted / span, np.log(fitted) + (losses - c - fitted) / fitted
             # Rows of the prior below those of the trials: least squares gives the posterior, and its error the rate.
             prior = np.array([FLAT, *[width] * (size - 1)])
             design = np.vstack([rows * scale[:, None], np.diag(1 / prior)])
             wanted = np.concatenate([target * scale, np.zeros(size)])
             q, root = np.linalg.qr(design)
             beta = solve_triangular(root, q.T @ wanted)
+            if turn < REWEIGHED:
+                fitted = span * np.exp(np.clip(rows @ beta - np.log(span), *LIMITS))
+                continue
             rest = wanted - design @ beta
             rate = 1e-12 + float(rest @ rest) / 2
             spread = np.log(np.abs(np.diag(root))).sum() + np.log(prior).sum()
             leverage = np.minimum((q[:count] ** 2).sum(axis=1), 1 - 1e-6)
             left_out = target - rest[:count] / (1 - leverage) / scale
+            # The variance of what is left out is noise / (1 - leverage), and rate / (count / 2) is the noise.
+            off = float(np.mean(rest[:count] ** 2 / (1 - leverage))) * count / 2
             yield _Scored(
                 -float(spread) - _shape(count) * float(np.log(rate)),
                 below,
                 width,
                 _Member(
-                    c=c, bend=bend, weight=1.0, centre=centre, beta=beta, root=root, rate=rate,
+                    c=c, bend=bend, weight=1.0, centre=centre, beta=beta, root=root, basis=q, rate=max(rate, off),
                     left_out=c + np.exp(np.minimum(left_out, LARGE)),
                 ),
             )  # fmt: skip
@@ -318,15 +358,14 @@ class _Part(NamedTuple):
 def _parts(law: Law, size: int, weights: Array, rng: np.random.Generator | None) -> list[_Part]:
     """The weighted losses, their constants left out, over K = `size` shares, of the mean of a law or of a draw."""
     found: dict[float, list[tuple[float, Array]]] = {}
-    for weight, members in zip(weights.tolist(), law.members, strict=True):
+    drawn = None if rng is None else law.coefficients(rng, 1)
+    for number, (weight, members) in enumerate(zip(weights.tolist(), law.members, strict=True)):
         if weight <= 0:
             continue
-        counted = [(one, one.beta, weight * one.weight) for one in members if one.weight >= PROPOSING]
-        if rng is not None:
-            one = members[rng.choice(len(members), p=[each.weight for each in members])]
-            spread = np.sqrt(one.rate / rng.gamma(_shape(len(law.trials))))
-            drawn = one.beta + spread * solve_triangular(one.root, rng.standard_normal(len(one.beta)))
-            counted = [(one, drawn, weight)]
+        if drawn is None:
+            counted = [(one, one.beta, weight * one.weight) for one in members if one.weight >= PROPOSING]
+        else:
+            counted = [(one, betas[0], weight) for one, _, betas in drawn[number]]
         for one, beta, counts in counted:
             constant = float(beta[0] + np.log(counts) - beta[1:] @ one.centre)
             found.setdefault(one.bend, []).append((constant, beta[1 : 1 + size]))

@@ -96,5 +96,5 @@ function confirmCard({ factor, trial, seeds, values, gains }, metric) {
   const verdict = ({ inside }) => (inside === null ? NONE : inside ? "inside" : badge("outside"));
   return card("Confirmation", h("p", { class: "note" }, `Trial ${trial} and its baselines, for ${factor} × the steps, with ${seeds.length} new seeds. Predictions are for the steps of a trial.`),
     plainTable("Confirmed values", ["Mixture", `Mean ${metric}`, "Seeds"], Object.entries(values).map(([name, list]) => [name, mean(list), `${list.length} of ${seeds.length}`]), [1, 2]),
-    plainTable("Predicted and measured", ["Best less", "Predicted", "Measured", "Inside the interval", "Variance by common random numbers"], gains.map((one) => [one.against, one.predicted ? estimate(one.predicted) : NONE, one.measured ? estimate(one.measured) : NONE, verdict(one), isNumber(one.noise) ? `${one.noise.toFixed(2)} ×` : NONE])));
+    plainTable("Predicted and measured", ["Best less", "Predicted", "Measured", "Inside the interval"], gains.map((one) => [one.against, one.predicted ? estimate(one.predicted) : NONE, one.measured ? estimate(one.measured) : NONE, verdict(one)])));
 }
