@@ -313,7 +313,7 @@ class _Material:
 
     @property
     def needed(self) -> int:
-        """Trials that a law needs: of fewer its grid of c and e says little, and intervals are as wide as the losses."""
+        """Trials that a law needs: twice its free coefficients, and `FEWEST` at least."""
         sums = len({key.split(".")[1] for key in self.found.keys})  # each mixture sums to 1
         return max(FEWEST, 2 * (self.found.shares.shape[1] - sums + self.others.shape[1]))
 
