@@ -240,7 +240,7 @@ def test_the_data_set(start: Start, corpus: Roxxel, tmp_path: Path) -> None:
 def test_the_data_set_of_a_resumed_run(start: Start, corpus: Roxxel, tmp_path: Path) -> None:
     shards = str(tmp_path / "corpus_*.rox")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(f"dim: 32\nrecord: {{data_path: '{shards}'}}\n")
+    (tmp_path / "run" / "config.yaml").write_text(f"dim: 32\nrecord: {{format: 1, data_path: '{shards}'}}\n")
     probe = start()
     question = {"run_dir": "run", "data_path": None}
     assert probe.facts(**question)["data"] is None

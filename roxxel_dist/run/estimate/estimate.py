@@ -42,7 +42,7 @@ from roxxel_dist.run.estimate.target_phases import cure, on_target
 from roxxel_dist.run.estimate.target_process import Report, call_for_target
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase
 from roxxel_dist.run.metadata import data_of, saved_config
-from roxxel_dist.run.record import check_resumable, kernel_begun_with, updates_in_blocks
+from roxxel_dist.run.record import check_resumable, kernel_begun_with
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import Validation
@@ -324,7 +324,7 @@ def _estimate(
         last = last_step(plan, options)
         notes += _virtual_shards_notes(options.virtual_shards, curriculum, target)
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
-        steps = Steps.of(components, mesh, plan.total_steps, in_blocks=updates_in_blocks(request.run))
+        steps = Steps.of(components, mesh, plan.total_steps)
         split, state, hparams = steps.split, steps.state, steps.hparams
         if weights is not None:
             check_weights(weights, split.of_base(state.params, hparams))
@@ -527,7 +527,7 @@ def _memory_limit(mesh: Mesh, request: EstimateRequest, target: TargetCompiler |
 def _plan(curriculum: Curriculum, seed: int, saved: CheckpointMetadata | None) -> Plan:
     """The plan; that of a run, if it is of these phases: it includes amendments and skipped steps."""
     kept = None if saved is None else Plan.from_state(saved.plan)
-    if kept is not None and (kept.shapes, kept.seed) == (curriculum.as_begun(kept, seed)[0], seed):
+    if kept is not None and (kept.shapes, kept.seed) == (curriculum.shapes, seed):
         return kept
     return curriculum.plan(seed)
 

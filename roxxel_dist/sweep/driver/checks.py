@@ -4,16 +4,14 @@ from collections.abc import Sequence
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import is_tokens
-from roxxel_dist.settings.config import RECORD, Config, flat_fields, takes_fractions
+from roxxel_dist.settings.config import Config, flat_fields, takes_fractions
 from roxxel_dist.settings.effect import chosen, without_effect
-from roxxel_dist.settings.global_batch import predates
 from roxxel_dist.sweep.driver.sweep_run import SweepRun, field_of
 from roxxel_dist.sweep.schedulers import PAUSING
 from roxxel_dist.sweep.schedulers.hyperband import FAR, bands
 from roxxel_dist.sweep.space.sweep_file import (
     MEANS,
     PER_TOKEN,
-    REMOVED_RULES,
     InfeasibleError,
     Sweep,
     check_per_token,
@@ -113,7 +111,7 @@ def metric_notes(run: SweepRun) -> list[str]:
 def rung_notes(run: SweepRun, configs: Sequence[Config]) -> list[str]:
     """A line where `early_terminate` ends no trial before its last validation, by the configs of some of them."""
     rule = run.sweep.early_terminate
-    if rule is None or run.program is not None or rule.get("type") in REMOVED_RULES:
+    if rule is None or run.program is not None:
         return []
     counts = [count for config in configs if (count := _validations(config)) is not None]
     first = next(iter(bands(rule)), FAR)
@@ -210,18 +208,3 @@ def check_pauses(run: SweepRun) -> None:
     for name in ("max_steps_total", "max_hours"):
         if is_led and getattr(options, name) is not None:
             raise UserError(f"--{name}: W&B's server leads this sweep, and its trials cannot be paused: leave it out")
-
-
-def check_batches(run: SweepRun) -> None:
-    """Raises UserError where new trials cannot be compared with those of an earlier version, which took the
-    `batch_size` of a trial without phases for a micro-batch."""
-    searched = run.swept_fields & {"batch_size", "grad_accum"}
-    if not searched or run.has_phases or not predates(run.study.settings().get(RECORD)):
-        return
-    base = run.config.grad_accum
-    if any(flat_fields(trial.params).get("grad_accum", base) > 1 for trial in run.history().trials.values()):
-        raise UserError(
-            f"{run.study.place} searches {' and '.join(sorted(searched))}, and an earlier version began it, whose "
-            f"trials had batch_size x grad_accum rows in a step. Now batch_size is the global batch, and new trials "
-            f"could not be compared with the others: name another --study"
-        )

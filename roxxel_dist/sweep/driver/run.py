@@ -18,7 +18,6 @@ from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, flat_fields, load
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.checks import (
-    check_batches,
     check_command,
     check_comparable,
     check_effect,
@@ -93,8 +92,6 @@ def open_sweep(
             raise UserError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
     refuse_led(run.sweep, program=not is_ours, server=run.server is not None)
     run = replace(run, sweep=with_data(run.sweep, run.config, run.data_path, run.swept_fields))
-    if is_ours:
-        check_batches(run)
     if options.transfer_to is not None:
         if not is_ours:
             raise UserError(
@@ -209,11 +206,6 @@ def _notes(run: SweepRun) -> list[str]:
         lines.append(f"--count {count} is more than the run_cap of the sweep's file: it ends at {cap}")
     same_length = not {"phases", "max_steps", "eval_every"} & run.swept_fields
     lines += search_notes(run, [run.config] if same_length else ())
-    if run.is_new and run.program is None and "grad_accum" in run.swept_fields and not run.has_phases:
-        lines.append(
-            "batch_size is the rows of the global batch, and grad_accum its micro-batches: an earlier version trained "
-            "on batch_size x grad_accum rows in a step"
-        )
     return lines if run.server is not None else [*lines, *changed_data(run.sweep, run.history().trials.get(0))]
 
 
