@@ -257,7 +257,7 @@ class CheckpointMetadata:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "CheckpointMetadata":
         """From what `to_dict` gave; of a `Checkpointer`'s checkpoint, all is empty."""
-        if not saved:
+        if "plan" not in saved:
             return cls()
         base = None if saved["base"] is None else BaseModelRef.from_dict(saved["base"])
         return cls(**{**saved, "early_stopping": EarlyStopping(**saved["early_stopping"]), "base": base})

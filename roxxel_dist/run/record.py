@@ -162,7 +162,7 @@ def _metadata(start: ResumePoint, components: RunComponents, saved: dict[str, An
 
 def kernel_begun_with(saved: Mapping[str, Any]) -> AttentionKernel | None:
     """The attention kernel of a run, from its saved config; None if there is no run."""
-    return RunMetadata.of(saved).bits["attention"] if saved else None
+    return RunMetadata.of(saved).bits.get("attention")
 
 
 def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = False, fork: str = "") -> list[str]:

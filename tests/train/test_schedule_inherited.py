@@ -188,15 +188,6 @@ def test_batch_tokens_that_a_program_gives_are_taken(data):
     assert "of a batch of 136 tokens before, of a batch of 272 tokens now" in start.notes[-1]
 
 
-def test_a_checkpoint_of_an_earlier_version_keeps_its_batch(data):
-    """It does not say how its rate was scaled."""
-    fields = {"lr_schedule": "constant", "lr_scaling": "sqrt"}
-    saved = checkpoint_of(data, optimizer_of(**fields))
-    saved = replace(saved, schedule={name: saved.schedule[name] for name in ("kind", "settings")})
-    start = begin(data, optimizer_of(**fields), LARGER, saved, amend=True)
-    assert start.metadata.schedule["settings"]["batch_tokens"] == 136
-
-
 def test_a_warm_up_longer_than_the_phases_of_a_fork_is_explained(data, monkeypatch):
     saved = checkpoint_of(data, optimizer_of(warmup_steps=20))
     with pytest.raises(UserError, match=r"phases: they end after step 12, .*after step 20: .* or give warmup_steps"):

@@ -34,7 +34,7 @@ from roxxel_dist.cluster.process_stat import is_ending
 from roxxel_dist.launcher.host import memory_folder
 from roxxel_dist.launcher.host.lease import Lease
 from roxxel_dist.launcher.host.process_tree import HANDED_ON, NOT_FOLLOWED, beat, go_on_under_guard, remove
-from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Decoder, Message, Outbox, take_stdout
+from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Decoder, Message, Outbox, mark, take_stdout
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank, why_not_started
 from roxxel_dist.launcher.host.spares import Spare, Spares, last_words
 from roxxel_dist.launcher.job.environment import PROXIES, direct, misleads, suspects
@@ -582,7 +582,8 @@ def main() -> None:
     key = orders[0].get("key")
     memory = memory_folder.new_path() if key is not None else None
     folders = [str(folder), *([] if memory is None else [memory])]
-    heartbeat = go_on_under_guard(folders, limits.guard_kill_s, heartbeat_timeout_s + limits.slack_s, channel, nonce)
+    limit_s = heartbeat_timeout_s + limits.slack_s
+    heartbeat = go_on_under_guard(folders, limits.guard_kill_s, limit_s, channel, mark(nonce))
     try:
         if memory is not None and key is not None:  # only now that the guard would remove it
             memory = memory_folder.make(memory, key)

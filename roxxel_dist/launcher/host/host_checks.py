@@ -100,7 +100,6 @@ class HostChecks:
             self._start_devices(question["devices"], "measure")
             if has_devices and info["gpus"] and shutil.which("nvidia-smi", path=self._env.get("PATH")):
                 self._start("nvidia-smi", ["nvidia-smi", "-q", "-x"], self._limits.tool_s)
-                self._start("nvlink", ["nvidia-smi", "nvlink", "-s"], self._limits.tool_s)
         elif question.get("lists") and info.get("no_devices") is None:
             self._start_devices(question["devices"], "names")
         if question["command"] is not None:
@@ -174,15 +173,13 @@ class HostChecks:
 
     def _vendor(self, *, compute: bool) -> list[vendor.Problem]:
         """What the vendor's tools say. Where the accelerators have computed meanwhile, a failure is one of the tool."""
-        problems = vendor.tpu_problems() if self._tpus else []
+        problems: list[vendor.Problem] = []
         if (program := self._programs.get("nvidia-smi")) is not None:
             if program.timed_out:
                 text = f"nvidia-smi did not answer within {self._limits.tool_s:g} s: "
                 text += "is persistence mode off?" if compute else "the driver or a GPU is stuck"
                 return [*problems, vendor.Problem("warning" if compute else "error", text)]
             problems += vendor.gpu_problems(program.text(), program.code, compute=compute)
-        if (program := self._programs.get("nvlink")) is not None and program.code == 0 and not program.timed_out:
-            problems += vendor.nvlink_problems(program.text())
         return problems
 
     def _command(self) -> str:
