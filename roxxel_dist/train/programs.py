@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.data.verify import VerifiedBlocks
+from roxxel_dist.devices.accelerators import peak_flops
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
 from roxxel_dist.train.evaluator import Validation

@@ -16,7 +16,7 @@ from roxxel_dist import Config, Curriculum, Experiment, Phase
 from roxxel_dist.cli.plan_table import table
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.cluster.targets import Target
+from roxxel_dist.devices.targets import Target
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer

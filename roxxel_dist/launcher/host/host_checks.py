@@ -16,7 +16,7 @@ from roxxel_dist.launcher.host import process_tree, vendor
 from roxxel_dist.launcher.host.command import LOOK_S, Command
 from roxxel_dist.launcher.job.limits import Limits
 
-MODULE = "roxxel_dist.cluster.device_check"
+MODULE = "roxxel_dist.devices.device_check"
 CHIPS = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
 """How the chips of one TPU host lie."""
 

@@ -17,18 +17,18 @@ from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
 from roxxel_dist.cluster.distributed import make_devices
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
-from roxxel_dist.cluster.targets import Target, check_compiler, parse_target
 from roxxel_dist.cluster.xla_flags import SAVE_MEMORY, UNOPTIMIZED
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.files.discovery import is_tokens
+from roxxel_dist.devices.accelerators import peak_flops
+from roxxel_dist.devices.targets import Target, check_compiler, parse_target
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.attention_kernels import score_bytes
 from roxxel_dist.model.config import ModelConfig
