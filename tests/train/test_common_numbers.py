@@ -11,7 +11,7 @@ from runs import model, rows, told
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.sweep.report.common_noise import noise_ratio
+from roxxel_dist.sweep.report.confirmation import noise_ratio
 
 DROPPING, STILL = partial(model, dropout_rate=0.5), optax.sgd(0.0)
 MIXTURES = ((4, {"self": 0.9, "code": 0.1}, {"self": 0.5, "code": 0.5}), (7, {"code": 1.0, "self": 0}, {"self": 1.0}))

@@ -24,6 +24,7 @@ from roxxel_dist.sweep.driver.checks import (
     check_integers,
     check_metric,
     check_pauses,
+    check_values,
     metric_notes,
     program_notes,
     rung_notes,
@@ -34,7 +35,6 @@ from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.driver.start import run_sweep
 from roxxel_dist.sweep.driver.sweep_run import ANNEAL, SweepRun
-from roxxel_dist.sweep.driver.value_checks import check_values
 from roxxel_dist.sweep.executors.private_disk import run_in_bucket
 from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import SpaceExhausted

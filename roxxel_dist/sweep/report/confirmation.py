@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from roxxel_dist.place.directory import is_study
-from roxxel_dist.sweep.report.common_noise import noise_ratio
 from roxxel_dist.sweep.report.surface import Estimate
 from roxxel_dist.sweep.study.confirm import BEST, FOLDER, Expected
 from roxxel_dist.sweep.study.folder import Study
@@ -126,3 +128,22 @@ def paired(ours: dict[int, float], theirs: dict[int, float]) -> Estimate | None:
     mean, count = fmean(differences), len(differences)
     half = STUDENT[count - 1] * stdev(differences) / math.sqrt(count) if count > 1 else math.inf
     return Estimate(mean, mean - half, mean + half)
+
+
+def noise_ratio(first: ArrayLike, second: ArrayLike) -> float:
+    """The variance of a difference of two curricula with common seeds, over that with seeds of their own.
+
+    var(a - b) / (var(a) + var(b)): below 1 where what luck does to one, it does to the other.
+
+    Args:
+        first: float64[seeds], a number of the first curriculum, such as its last val_loss, by seed.
+        second: of the second curriculum, with the same seeds.
+
+    Raises:
+        ValueError: fewer than two seeds, or not the same number of both.
+    """
+    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    if a.ndim != 1 or a.shape != b.shape or len(a) < 2:
+        raise ValueError(f"shapes {a.shape} and {b.shape}: two rows of numbers of the same seeds, at least two")
+    apart = a.var(ddof=1) + b.var(ddof=1)
+    return float((a - b).var(ddof=1) / apart) if apart else 0.0
