@@ -31,7 +31,7 @@ THREADS = 4
 SEALED, SEAL = b"\x84", b"\xa6digest\xd9\x20"
 """The first byte of a sealed file of msgpack, a map of four, and the bytes before its digest: a key, a text of 32."""
 Item = TypeVar("Item", str, tuple)
-Progress = Callable[[int], None]
+CountBytes = Callable[[int], None]
 """Takes how many bytes more have been read."""
 Bounds = tuple[tuple[int, int], ...]
 """Where a block of an array begins and ends, in each dimension."""
@@ -82,7 +82,7 @@ class FileDigest(NamedTuple):
         return cls(path.stat().st_size, _hash_file(path) if hashed else "", rank)
 
 
-def _hash_file(path: Path, progress: Progress | None = None) -> str:
+def _hash_file(path: Path, progress: CountBytes | None = None) -> str:
     """The digest of a file. Raises OSError.
 
     Read, not mapped: a file that is cut meanwhile would end the process.
@@ -151,13 +151,13 @@ class DigestTable:
         return [(name, block) for name, blocks in self.blocks.items() for block in blocks]
 
     def check_files(
-        self, folder: Path, part: int = 0, parts: int = 1, *, progress: Progress | None = None
+        self, folder: Path, part: int = 0, parts: int = 1, *, progress: CountBytes | None = None
     ) -> list[str]:
         """What is wrong with the `part`-th of `parts` shares of the files, all of about one size; raises nothing."""
         mine = shares({file: saved.size if saved.digest else 0 for file, saved in self.files.items()}, parts)[part]
         return list(self.wrong_files(folder, mine, progress).values())
 
-    def wrong_files(self, folder: Path, names: Iterable[str], progress: Progress | None = None) -> dict[str, str]:
+    def wrong_files(self, folder: Path, names: Iterable[str], progress: CountBytes | None = None) -> dict[str, str]:
         """What is wrong with some of the files, by name, without those that agree. See `check_files`."""
 
         def check(file: str) -> str:
