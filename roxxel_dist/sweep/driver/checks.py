@@ -1,4 +1,7 @@
-"""What cannot be searched, refused before the first trial."""
+"""What cannot be searched, refused before the first trial, with its line in the file.
+
+A search passes over a configuration that cannot run, so it would leave out a value that never can without a word.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
