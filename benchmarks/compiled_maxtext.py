@@ -19,7 +19,7 @@ os.environ |= {
 }  # fmt: skip
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from roxxel_dist.cluster.program_cost import program_cost
+from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.run.estimate.step_costs import costs_of, roofline_seconds
 
 MODELS = {

@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from roxxel_dist.cluster.targets import parse_target
+from roxxel_dist.devices.targets import parse_target
 
 FIELDS: dict[str, Any] = {
     "dim": 768, "num_blocks": 12, "n_heads": 12, "vocab_size": 50_304, "max_context": 1024, "bf16_compute": True,
@@ -42,8 +42,8 @@ def measured(
     """
     import jax
 
-    from roxxel_dist.cluster.program_cost import program_cost
-    from roxxel_dist.cluster.targets import hosts_of
+    from roxxel_dist.devices.program_cost import program_cost
+    from roxxel_dist.devices.targets import hosts_of
     from roxxel_dist.run.estimate.step_costs import costs_of, roofline_seconds
     from roxxel_dist.run.estimate.target_steps import peak_bytes
 

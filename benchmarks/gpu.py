@@ -21,11 +21,11 @@ from jax.profiler import ProfileData
 from measure import Result, table
 from training import Bare, conversions, make_trainer, random_tokens, stall, step_times, take_turns
 
-from roxxel_dist.cluster.accelerators import peak_flops
-from roxxel_dist.cluster.program_cost import program_cost
 from roxxel_dist.cluster.step_parts import part_of
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.devices.accelerators import peak_flops
+from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.run.estimate.step_costs import costs_of, largest
 from roxxel_dist.train.step.throughput import mfu

@@ -126,7 +126,7 @@ def step_of(devices: int, rows: int, length: int, fields: Mapping[str, Any]) -> 
 
 def cost_of(devices: int, rows: int, length: int, fields: Mapping[str, Any]) -> tuple[float, int]:
     """(FLOPs, bytes) of a device."""
-    from roxxel_dist.cluster.program_cost import program_cost
+    from roxxel_dist.devices.program_cost import program_cost
     from roxxel_dist.run.estimate.target_steps import peak_bytes
 
     program, _ = step_of(devices, rows, length, fields)

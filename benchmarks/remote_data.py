@@ -36,8 +36,8 @@ from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.format import (
     HEADER_BYTES,
-    Layout,
     Metadata,
+    ShardLayout,
     block_count,
     chain_of,
     checksum,
@@ -318,7 +318,7 @@ class LargeCorpus:
                 chain="",
             )  # fmt: skip
             chain = chain_of(chain, metadata, dtype, sum_of_ends, sum_of_sums)
-            layout = Layout(
+            layout = ShardLayout(
                 metadata=replace(metadata, chain=chain), dtype=dtype, block_size=block, ends_offset=self.ends_offset,
                 sums_offset=sums_at, meta_offset=self.meta_offset, ends_checksum=sum_of_ends,
                 sums_checksum=sum_of_sums,

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.checkpoint.digests import DigestTable, read_verified
-from roxxel_dist.checkpoint.metadata import CHECKPOINTS, WHOLE_UPDATE, CheckpointMetadata, steps_of
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CheckpointMetadata, steps_of
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.place.directory import METRICS, no_run
 from roxxel_dist.place.run_place import bucket_run, local_run
-from roxxel_dist.run.metadata import EXACT_UPDATE, RunMetadata, saved_config
+from roxxel_dist.run.metadata import RunMetadata, saved_config
 from roxxel_dist.settings.config import RECORD
 from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
 
@@ -57,11 +57,6 @@ class Segment:
     def is_exact(self) -> bool:
         """Whether any number of devices in any number of processes gives the same bits."""
         return bool(self.config.get("virtual_shards"))
-
-    @property
-    def exact_update(self) -> int:
-        """How its steps updated the parameters, if it is exact."""
-        return self.bits.get(EXACT_UPDATE, WHOLE_UPDATE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import jax
 from roxxel_dist.audit.record import RunRecord, Segment
 from roxxel_dist.checkpoint.digests import TABLE, DigestTable
 from roxxel_dist.checkpoint.files import read_named
-from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, ResumeSpec
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize_alone, make_devices
@@ -201,7 +201,6 @@ def loop_of(run: RunRecord, interval: Interval, watch: "Watch", *, last: int) ->
             validation=components.validation,
             mesh=components.mesh(),
             grad_accum=components.grad_accum,
-            origin=ResumeSpec(exact_update=interval.segment.exact_update),
             logger=watch,
             options=options,
         )

@@ -28,7 +28,7 @@ HEADER_BYTES = 1 << 18
 """Room for a header beside what it says of each block."""
 
 
-class Block(NamedTuple):
+class ArrayBlock(NamedTuple):
     """One part of one array, equal on all devices that hold it."""
 
     leaf: int
@@ -49,7 +49,7 @@ class BlockTable:
 
     def __init__(self, state: Any, hosts: Sequence[int]) -> None:
         paths, _ = jax.tree_util.tree_flatten_with_path(state)
-        self.blocks: list[Block] = []
+        self.blocks: list[ArrayBlock] = []
         self._number: dict[tuple[int, Bounds], int] = {}
         self._hosts = hosts
         names: list[Any] = []
@@ -60,7 +60,7 @@ class BlockTable:
             for part in sorted(ranks):
                 self._number[leaf, part] = len(self.blocks)
                 size = np.dtype(array.dtype).itemsize * int(np.prod([end - first for first, end in part]))
-                self.blocks.append(Block(leaf, part, size, frozenset(ranks[part])))
+                self.blocks.append(ArrayBlock(leaf, part, size, frozenset(ranks[part])))
             names.append([jax.tree_util.keystr(path), array.shape, str(array.dtype), sorted(ranks)])
         self.identity: str = digest(json.dumps(names).encode())
 

@@ -18,11 +18,9 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.checkpoint.metadata import DAMAGED, META, TABLE, MetaFile
-from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.durable import FORMAT, FormatError, check_format, write_file
 from roxxel_dist.cluster.exit_codes import UserError
 
-VERSION, IN_FILES = 2, 1
-"""Of tables; those of before say where in a file each block lies, and their digests of such files leave blocks out."""
 STATE = "state"
 """The folder of the arrays in a checkpoint."""
 LENGTH = 32
@@ -33,7 +31,7 @@ THREADS = 4
 SEALED, SEAL = b"\x84", b"\xa6digest\xd9\x20"
 """The first byte of a sealed file of msgpack, a map of four, and the bytes before its digest: a key, a text of 32."""
 Item = TypeVar("Item", str, tuple)
-Progress = Callable[[int], None]
+CountBytes = Callable[[int], None]
 """Takes how many bytes more have been read."""
 Bounds = tuple[tuple[int, int], ...]
 """Where a block of an array begins and ends, in each dimension."""
@@ -84,7 +82,7 @@ class FileDigest(NamedTuple):
         return cls(path.stat().st_size, _hash_file(path) if hashed else "", rank)
 
 
-def _hash_file(path: Path, progress: Progress | None = None) -> str:
+def _hash_file(path: Path, progress: CountBytes | None = None) -> str:
     """The digest of a file. Raises OSError.
 
     Read, not mapped: a file that is cut meanwhile would end the process.
@@ -121,29 +119,25 @@ class DigestTable:
         """As it is written."""
         blocks = {name: [[*block] for block in blocks] for name, blocks in self.blocks.items()}
         text = json.dumps(
-            {"version": VERSION, "step": self.step, "meta": self.meta, "files": self.files, "blocks": blocks}
+            {"format": FORMAT, "step": self.step, "meta": self.meta, "files": self.files, "blocks": blocks}
         )
         return f'{text[:-1]}, "digest": "{digest(text.encode())}"}}'
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises OSError where there is none, and ValueError where it is damaged or of a later version."""
+        """Raises OSError where there is none, ValueError where it is damaged, and FormatError for another format."""
         data, ending = path.read_bytes(), b', "digest": "%s"}'
         begin = len(data) - len(ending) + 2 - LENGTH
         body = data[:begin] + b"}"
         if data[begin:] != ending % digest(body).encode():
             raise UserError(f"{path.name} does not agree with its own digest")
         saved = json.loads(body)
-        if saved["version"] not in (IN_FILES, VERSION):
-            raise UserError(f"{path.name} is of version {saved['version']}, which this program cannot read")
+        check_format(saved.get("format"), path)
         blocks = {
-            name: tuple(BlockDigest(tuple((a, b) for a, b in bounds), text, rank) for bounds, text, rank, *_ in blocks)
+            name: tuple(BlockDigest(tuple((a, b) for a, b in bounds), text, rank) for bounds, text, rank in blocks)
             for name, blocks in saved["blocks"].items()
         }
         files = {name: FileDigest(*entry) for name, entry in saved["files"].items()}
-        if saved["version"] == IN_FILES:
-            with_blocks = {file for blocks in saved["blocks"].values() for *_, file, _, _ in blocks if file}
-            files |= {name: files[name]._replace(digest="") for name in with_blocks}
         return cls(step=saved["step"], files=files, blocks=blocks, meta=tuple(saved["meta"]))
 
     def fingerprint(self, prefix: str) -> str:
@@ -157,13 +151,13 @@ class DigestTable:
         return [(name, block) for name, blocks in self.blocks.items() for block in blocks]
 
     def check_files(
-        self, folder: Path, part: int = 0, parts: int = 1, *, progress: Progress | None = None
+        self, folder: Path, part: int = 0, parts: int = 1, *, progress: CountBytes | None = None
     ) -> list[str]:
         """What is wrong with the `part`-th of `parts` shares of the files, all of about one size; raises nothing."""
         mine = shares({file: saved.size if saved.digest else 0 for file, saved in self.files.items()}, parts)[part]
         return list(self.wrong_files(folder, mine, progress).values())
 
-    def wrong_files(self, folder: Path, names: Iterable[str], progress: Progress | None = None) -> dict[str, str]:
+    def wrong_files(self, folder: Path, names: Iterable[str], progress: CountBytes | None = None) -> dict[str, str]:
         """What is wrong with some of the files, by name, without those that agree. See `check_files`."""
 
         def check(file: str) -> str:
@@ -249,7 +243,7 @@ def files_below(folder: Path) -> list[Path]:
 def read_verified(checkpoint: Path, step: int) -> tuple[MetaFile, DigestTable]:
     """`meta.json` and the table of a checkpoint, once they agree.
 
-    Raises ValueError where one of them is missing, damaged or of another step.
+    Raises ValueError where one of them is missing, damaged or of another step, FormatError for another format.
     """
     name = META
     try:
@@ -261,7 +255,9 @@ def read_verified(checkpoint: Path, step: int) -> tuple[MetaFile, DigestTable]:
             raise UserError(f"{TABLE} is of step {table.step}")
         if digest(text) not in table.meta:
             raise UserError(f"{META} does not agree with its digest")
-        return MetaFile.from_json(text), table
+        return MetaFile.from_json(text, checkpoint / META), table
+    except FormatError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{name} is missing, written by rank 0") from None
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:

@@ -229,7 +229,7 @@ def drop_late_reads() -> None:
     sys.unraisablehook = hook
 
 
-class Block(NamedTuple):
+class LocalBlock(NamedTuple):
     """A part of an array that this process writes, on the host."""
 
     name: str
@@ -242,7 +242,7 @@ class Begun(NamedTuple):
 
     writes: list[Any]
     """Each has `result()`, which returns when it is written."""
-    blocks: list[Block]
+    blocks: list[LocalBlock]
     """The same, in memory; it is emptied when they are hashed."""
 
 
@@ -260,11 +260,11 @@ def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> 
     return Begun(writes, list(_blocks(state)))
 
 
-def _blocks(state: Any) -> Iterator[Block]:
+def _blocks(state: Any) -> Iterator[LocalBlock]:
     for name, leaf in _named(state):
         for bounds, shard in _shards(leaf):
             if shard.replica_id == 0:
-                yield Block(name, bounds, np.asarray(shard.data))
+                yield LocalBlock(name, bounds, np.asarray(shard.data))
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
@@ -276,7 +276,7 @@ def _shards(leaf: Any) -> Iterator[tuple[Bounds, Any]]:
         yield bounds_of(shard.index, leaf.shape), shard
 
 
-def hash_blocks(blocks: list[Block], rank: int) -> dict[str, tuple[BlockDigest, ...]]:
+def hash_blocks(blocks: list[LocalBlock], rank: int) -> dict[str, tuple[BlockDigest, ...]]:
     """The digests of blocks by the names of their arrays; each block is let go of when it is hashed."""
     digests: dict[str, tuple[BlockDigest, ...]] = {}
     while blocks:

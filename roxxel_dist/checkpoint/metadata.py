@@ -12,15 +12,12 @@ from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.durable import FORMAT, check_format, write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.objects.url import as_written
 from roxxel_dist.utils.voice import argument
 
-WHOLE_UPDATE, BLOCK_UPDATE = 1, 2
-"""`exact_update` of a run with virtual shards: how its steps update the parameters, all at once or by blocks of them.
-Their results differ in the last bits."""
 CHECKPOINTS, CURSOR = "checkpoints", "training_cursor.json"
 """The folder of checkpoints, and the file with the newest step, in a run directory."""
 META, TABLE = "meta.json", "digests.json"
@@ -39,18 +36,19 @@ class MetaFile(NamedTuple):
 
     @classmethod
     def read(cls, checkpoint: Path) -> "MetaFile":
-        """Raises OSError, ValueError or KeyError where it is missing or damaged."""
-        return cls.from_json((checkpoint / META).read_bytes())
+        """Raises OSError, ValueError or KeyError where it is missing or damaged, FormatError for another format."""
+        return cls.from_json((checkpoint / META).read_bytes(), checkpoint / META)
 
     @classmethod
-    def from_json(cls, text: bytes) -> "MetaFile":
-        """Raises ValueError, KeyError or TypeError where it is damaged."""
+    def from_json(cls, text: bytes, source: Path) -> "MetaFile":
+        """Raises ValueError, KeyError or TypeError where it is damaged, FormatError for another format."""
         saved = json.loads(text)
+        check_format(saved.get("format"), source)
         return cls(saved["shapes"], saved["meta"], saved["val_loss"])
 
     def to_json(self) -> str:
         """As it is written."""
-        return json.dumps({"val_loss": self.val_loss, "shapes": self.shapes, "meta": self.meta})
+        return json.dumps({"format": FORMAT, "val_loss": self.val_loss, "shapes": self.shapes, "meta": self.meta})
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -122,8 +120,6 @@ class ResumeSpec:
     """Begin with the whole state of this checkpoint: parameters, moments, random streams, position in the data."""
     skip_steps: tuple[int, int] | None = None
     """Of a fork: leave out what these steps, the first and the last, counted from 1, would have read."""
-    exact_update: int = BLOCK_UPDATE
-    """Of a new run with virtual shards; an audit asks for that of the run."""
 
     def __post_init__(self) -> None:
         if self.fork is not None and self.fork.step is None:
@@ -164,7 +160,7 @@ class EarlyStopping:
 
     def on_rows(self, rows: str) -> "EarlyStopping":
         """The same on these rows; a new beginning on other ones, whose losses are not compared."""
-        return replace(self, rows=rows) if rows == self.rows or not self.rows else EarlyStopping(rows=rows)
+        return self if rows == self.rows else EarlyStopping(rows=rows)
 
     def patient(self, evals_since_best: int = 0) -> "EarlyStopping":
         """The same lowest loss, so many validations ago."""
@@ -232,7 +228,7 @@ class CheckpointMetadata:
     schedule: Mapping[str, Any] = field(default_factory=dict)
     """`LrSchedule` of the run; empty if the optimizer does not state it."""
     validation: Mapping[str, Any] = field(default_factory=dict)
-    """`ValidationRows` of the run; empty in checkpoints of earlier versions."""
+    """`ValidationRows` of the run; empty without validation."""
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     rewinds: int = 0
     """How often the run went back to a checkpoint because of a bad step."""
@@ -241,55 +237,30 @@ class CheckpointMetadata:
     base: BaseModelRef | None = None
     """The base model of the adapters, if it is in no checkpoint of the run."""
     digest: str = ""
-    """Of the rows and losses of all steps up to the checkpoint's, see `digest_chain.py`; empty in those of earlier
-    versions."""
-    exact_update: int = WHOLE_UPDATE
-    """How a run with virtual shards updates its parameters; it goes on as it began."""
+    """Of the rows and losses of all steps up to the checkpoint's, see `digest_chain.py`."""
     virtual_shards: int | None = None
-    """Those of the run; None without, and in checkpoints of earlier versions."""
+    """Those of the run; None without."""
     grad_accum: int | None = None
-    """Of a run with virtual shards; None without, and in checkpoints of earlier versions."""
+    """Of a run with virtual shards; None without."""
     bits: Mapping[str, Any] = field(default_factory=dict)
     """`determinism.numerics_fingerprint` of the process of a run with virtual shards; empty as `grad_accum` is None."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, with the keys that checkpoints have had from the beginning."""
-        saved = {name: value for name, value in vars(self).items() if name in _SAME_KEY}
-        saved |= {"best_loss": self.early_stopping.best_loss, "waited": self.early_stopping.evals_since_best}
-        if self.early_stopping.rows:
-            saved["best_rows"] = self.early_stopping.rows
-        if self.adapter_scales is not None:
-            saved["scales"] = dict(self.adapter_scales)
-        if self.base is not None:
-            saved["base"] = self.base.to_dict()
-        if self.digest:
-            saved["digest"] = self.digest
-        if self.exact_update != WHOLE_UPDATE:  # which runs have that do not say
-            saved["exact_update"] = self.exact_update
-        other = {name: getattr(self, name) for name in _WHERE_KNOWN}
-        return saved | {name: value for name, value in other.items() if value not in (None, {})}
+        """For JSON."""
+        return {
+            **vars(self),
+            "early_stopping": vars(self.early_stopping),
+            "adapter_scales": None if self.adapter_scales is None else dict(self.adapter_scales),
+            "base": None if self.base is None else self.base.to_dict(),
+        }
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "CheckpointMetadata":
-        """From what `to_dict` gave, now or in an earlier version; of a `Checkpointer`'s checkpoint, all is empty."""
-        return cls(
-            early_stopping=EarlyStopping(
-                best_loss=saved.get("best_loss"),
-                evals_since_best=saved.get("waited", 0),
-                rows=saved.get("best_rows", ""),
-            ),
-            adapter_scales=saved.get("scales"),
-            base=BaseModelRef.from_dict(saved["base"]) if "base" in saved else None,
-            digest=saved.get("digest", ""),
-            exact_update=saved.get("exact_update", WHOLE_UPDATE),
-            **{name: saved[name] for name in (*_SAME_KEY, *_WHERE_KNOWN) if name in saved},
-        )
-
-
-_SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds")
-"""Fields of `CheckpointMetadata` that have their own name on disk."""
-_WHERE_KNOWN = ("validation", "virtual_shards", "grad_accum", "bits")
-"""Those that also have it, where they are set."""
+        """From what `to_dict` gave; of a `Checkpointer`'s checkpoint, all is empty."""
+        if "plan" not in saved:
+            return cls()
+        base = None if saved["base"] is None else BaseModelRef.from_dict(saved["base"])
+        return cls(**{**saved, "early_stopping": EarlyStopping(**saved["early_stopping"]), "base": base})
 
 
 def write_cursor(run: Path, step: int, last_step: int, *, finished: bool) -> None:

@@ -33,7 +33,7 @@ from roxxel_dist.checkpoint.digests import (
     read_verified,
 )
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, steps_of
-from roxxel_dist.checkpoint.stored_blocks import Index, Place, wrong_blocks
+from roxxel_dist.checkpoint.stored_blocks import ByteRange, Index, wrong_blocks
 from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 from roxxel_dist.objects.errors import StoreNotFoundError
@@ -277,12 +277,12 @@ class RemoteCheckpoints:
         with ThreadPoolExecutor(FETCHES) as threads:
             list(threads.map(partial(self._fetch_place, checkpoint, step, files.STATE), places))
 
-    def _fetch_node(self, folder: Path, step: int, table: DigestTable, below: str, place: Place) -> None:
+    def _fetch_node(self, folder: Path, step: int, table: DigestTable, below: str, place: ByteRange) -> None:
         """Fetch a node of the index, where it lies in a file of arrays."""
         if not table.files[f"{below}/{place.file}"].digest:
             self._fetch_place(folder, step, below, place)
 
-    def _fetch_place(self, folder: Path, step: int, below: str, place: Place) -> None:
+    def _fetch_place(self, folder: Path, step: int, below: str, place: ByteRange) -> None:
         name = f"{below}/{place.file}"
         with (folder / name).open("r+b") as file:
             for begin in range(place.start, place.stop, RANGE_BYTES):

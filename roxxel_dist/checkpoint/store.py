@@ -33,7 +33,7 @@ from roxxel_dist.cluster.distributed import (
     process_count,
     process_index,
 )
-from roxxel_dist.cluster.durable import make_folder, sync_folder
+from roxxel_dist.cluster.durable import FormatError, make_folder, sync_folder
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.folder_lock import hold_folder, is_held_here
 from roxxel_dist.data.files.discovery import check_local
@@ -689,6 +689,8 @@ class CheckpointStore:
             if self._remote is not None:
                 self._remote.fetch_meta(step)
             saved = read_verified(self.folder / str(step), step)
+        except FormatError:  # the same on all ranks
+            raise
         except ValueError as error:
             problems = [str(error)]
         self._agree(step, problems)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Self
 
 import tensorstore as ts
 
-from roxxel_dist.checkpoint.digests import STATE, THREADS, BlockDigest, Bounds, Progress, digest, read_verified
+from roxxel_dist.checkpoint.digests import STATE, THREADS, BlockDigest, Bounds, CountBytes, digest, read_verified
 
 
-def check_checkpoint(checkpoint: Path, step: int, progress: Progress | None = None) -> list[str]:
+def check_checkpoint(checkpoint: Path, step: int, progress: CountBytes | None = None) -> list[str]:
     """What is wrong with a checkpoint: its files, and the arrays in them."""
     try:
         _, table = read_verified(checkpoint, step)
@@ -30,7 +30,7 @@ def check_checkpoint(checkpoint: Path, step: int, progress: Progress | None = No
 
 
 def wrong_blocks(
-    checkpoint: Path, blocks: Iterable[tuple[str, BlockDigest]], progress: Progress | None = None
+    checkpoint: Path, blocks: Iterable[tuple[str, BlockDigest]], progress: CountBytes | None = None
 ) -> dict[tuple[str, BlockDigest], str]:
     """What is wrong with blocks of arrays, given by name, without those that agree; each is read from the files."""
 
@@ -65,7 +65,7 @@ def _key(name: str) -> str:
     return name.replace("/", ".")
 
 
-class Place(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of a file, by its path below the database."""
 
     file: str
@@ -87,19 +87,19 @@ class Index:
         fetch: called with the place of each node before it is read.
     """
 
-    def __init__(self, state: Path, fetch: Callable[[Place], None]) -> None:
-        self._places: dict[str, Place] = {}
+    def __init__(self, state: Path, fetch: Callable[[ByteRange], None]) -> None:
+        self._places: dict[str, ByteRange] = {}
         self._inline: dict[str, bytes] = {}
         base = ts.KvStore.open({"driver": "file", "path": f"{state}/"}).result()
 
         def visit(location: str, prefix: str) -> None:
-            fetch(Place.parse(location))
+            fetch(ByteRange.parse(location))
             node: Any = ts.ocdbt.dump(base, location).result()
             for entry in node["entries"]:
                 if "location" in entry:
                     visit(entry["location"], prefix + bytes(entry.get("subtree_common_prefix", b"")).decode())
                 elif "indirect_value" in entry:
-                    self._places[prefix + bytes(entry["key"]).decode()] = Place.parse(entry["indirect_value"])
+                    self._places[prefix + bytes(entry["key"]).decode()] = ByteRange.parse(entry["indirect_value"])
                 else:
                     self._inline[prefix + bytes(entry["key"]).decode()] = bytes(entry["inline_value"])
 
@@ -107,7 +107,7 @@ class Index:
         if root := manifest["versions"][-1]["root"].get("location"):
             visit(root, "")
 
-    def places(self, name: str, bounds: Bounds) -> list[Place]:
+    def places(self, name: str, bounds: Bounds) -> list[ByteRange]:
         """The values of an array that a block of it needs; Orbax cuts blocks above 2 GiB."""
         chunk = json.loads(self._inline[f"{_key(name)}/.zarray"])["chunks"]
         spans = [range(low // size, -(-high // size)) for (low, high), size in zip(bounds, chunk, strict=True)]

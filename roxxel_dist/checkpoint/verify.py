@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from roxxel_dist.checkpoint.digests import TABLE, DigestTable, Progress, damaged_ones, digest, files_below, is_sealed
+from roxxel_dist.checkpoint.digests import TABLE, CountBytes, DigestTable, damaged_ones, digest, files_below, is_sealed
 from roxxel_dist.checkpoint.stored_blocks import check_checkpoint
 
 
@@ -33,7 +33,7 @@ class Verdict:
         return f"{self.name}: {self.state} ({'; '.join(self.problems) or why})"
 
 
-def verify_checkpoints(folder: Path, steps: list[int], progress: Progress) -> Iterator[Verdict]:
+def verify_checkpoints(folder: Path, steps: list[int], progress: CountBytes) -> Iterator[Verdict]:
     """Of each step: its files and the arrays in them."""
     for step in steps:
         checkpoint = folder / str(step)
@@ -72,7 +72,7 @@ def _weights_in(path: Path) -> list[Path]:
     return [path for path in paths if path.suffix in (".msgpack", ".safetensors") and path.is_file()]
 
 
-def verify_export(path: Path, progress: Progress) -> Iterator[Verdict]:
+def verify_export(path: Path, progress: CountBytes) -> Iterator[Verdict]:
     """Of what `export` has made: one for all with its table, or where there is none, one for each file of weights."""
     if (path / TABLE).is_file():
         try:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from roxxel_dist.cluster.accelerators import accelerator
+from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.model.attention_kernels import LONGEST_WHOLE
 from roxxel_dist.run.estimate.estimate import PhaseEstimate, RunEstimate
 from roxxel_dist.run.estimate.step_costs import largest

@@ -170,7 +170,7 @@ def plan(words: list[str]) -> int:
 
     from roxxel_dist.cli.plan_table import table
     from roxxel_dist.cluster.distributed import is_primary
-    from roxxel_dist.cluster.targets import MissingCompiler
+    from roxxel_dist.devices.targets import MissingCompiler
     from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate
     from roxxel_dist.run.estimate.target_process import TargetError
 

@@ -124,8 +124,8 @@ def is_deterministic() -> bool:
 
 PROGRAMS = "programs"
 """In a fingerprint: the version of roxxel-dist that was the first to compute a step as this one does, to the bit."""
-FIRST_PROGRAMS, NEWEST_PROGRAMS = "roxxel-dist 0.1.0", "roxxel-dist 0.2.0"
-"""Of fingerprints that do not say; of this version, whose gradient of the loss is made in the forward pass."""
+NEWEST_PROGRAMS = "roxxel-dist 0.2.0"
+"""That of this version."""
 
 
 def numerics_fingerprint() -> dict[str, Any]:
@@ -171,8 +171,6 @@ def without_topology(bits: Mapping[str, Any]) -> dict[str, Any]:
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A line for each entry of two fingerprints that differs; what only one of the two has is left out."""
-    if saved and PROGRAMS in now:
-        saved = {PROGRAMS: FIRST_PROGRAMS, **saved}
     return [f"{name}: {saved[name]!r} -> {now[name]!r}" for name in now if name in saved and saved[name] != now[name]]
 
 

@@ -8,6 +8,26 @@ import errno
 import os
 from pathlib import Path
 
+from roxxel_dist.cluster.exit_codes import UserError
+
+FORMAT = 1
+"""The value of the key `format` in what a later process of this package reads: checkpoints, records, journals."""
+
+
+class FormatError(UserError):
+    """A file is of a format that this version does not read. It is not damaged."""
+
+
+def check_format(found: object, source: object) -> None:
+    """Raises FormatError unless the `format` that a file states is that of this version; None: it states none."""
+    if found != FORMAT:
+        is_newer = isinstance(found, int) and found > FORMAT
+        writer, cure = ("a newer", "update") if is_newer else ("an earlier", "begin anew, or use that version of")
+        raise FormatError(
+            f"{source}: {'no format' if found is None else f'format {found!r}'}, and this version reads format "
+            f"{FORMAT}: it was written by {writer} version of roxxel-dist, which reads it: {cure} roxxel-dist"
+        )
+
 
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk."""

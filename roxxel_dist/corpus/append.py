@@ -7,17 +7,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.documents import TEXT_FILES
 from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents
 from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs
-from roxxel_dist.corpus.repeated import count_repeated
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
 from roxxel_dist.data.files.discovery import NoShardsError, names_objects
 from roxxel_dist.data.files.shard import Shard
+from roxxel_dist.data.files.slices import TokenFile
 from roxxel_dist.data.files.writer import BUILD_FILE, write_shards
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.verify import find_damage
@@ -158,3 +161,31 @@ def _items(
     with log.bar(f"encoding with {tokenizer.vocab_size} ids", inputs.size) as advance:
         texts = inputs.texts("", tally=tally)
         yield from encode_documents(texts, tokenizer, path, processes, advance, tally, separated=separated)
+
+
+def count_repeated(there: Sequence[TokenFile], new: Sequence[TokenFile]) -> int:
+    """How many documents of the `new` shards have the tokens of a document in the shards that are `there`.
+
+    Only documents that are as long as a new one are read and hashed (xxh3-128), so most of a data set with long
+    documents is not; at most all tokens are read once.
+    """
+    lengths = np.unique(np.concatenate([_lengths(shard) for shard in new]))
+    wanted = {digest for shard in new for digest in _digests(shard, lengths)}
+    known = {digest for shard in there for digest in _digests(shard, lengths) if digest in wanted}
+    return sum(digest in known for shard in new for digest in _digests(shard, lengths))
+
+
+def _lengths(shard: TokenFile) -> np.ndarray:
+    """int64[documents]: the tokens of each document, with what separates it from the next."""
+    return np.diff(shard.document_ends, prepend=0)
+
+
+def _digests(shard: TokenFile, lengths: np.ndarray) -> Iterator[bytes]:
+    """The digest of each document that has one of these lengths."""
+    ends = shard.document_ends
+    sizes = _lengths(shard)
+    dtype = np.dtype("<i8") if shard.dtype.kind in "iu" else shard.dtype
+    for number in np.flatnonzero(np.isin(sizes, lengths)).tolist():
+        stop = int(ends[number])
+        tokens = shard.read(stop - int(sizes[number]), stop)
+        yield xxhash.xxh3_128_digest(np.ascontiguousarray(tokens.astype(dtype, copy=False)).data.cast("B"))

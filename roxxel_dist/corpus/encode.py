@@ -25,10 +25,9 @@ import tokenizers
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.documents import pieces
-from roxxel_dist.corpus.tally import Tally
+from roxxel_dist.corpus.tally import Encoded, Tally, changes
 from roxxel_dist.data.files.token_types import smallest_dtype
 from roxxel_dist.data.files.writer import TextDocument
-from roxxel_dist.data.tokenizer.changes import Encoded, changes
 from roxxel_dist.data.tokenizer.tokenizer import Kind, Tokenizer, train_tokenizer
 
 BATCH_CHARACTERS = 1 << 20

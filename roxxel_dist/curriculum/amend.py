@@ -7,7 +7,7 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Cursor, Key, Shape, UnitSource
-from roxxel_dist.data.units import APART, LARGE_UNITS, SPREAD, Ranges, Units, unit_size
+from roxxel_dist.data.units import APART, SPREAD, Ranges, Units, unit_size
 from roxxel_dist.utils.voice import argument
 
 
@@ -26,16 +26,16 @@ class Amendment:
 
     def state(self) -> dict[str, Any]:
         """Plain numbers and names, for JSON."""
-        state = {
+        return {
             "from_step": self.from_step,
             "skip": self.skip,
-            "shapes": [_shape_state(shape) for shape in self.shapes],
+            "shapes": [asdict(shape) for shape in self.shapes],
             "datasets": {
                 name: {"unit": source.units.size, "ranges": [[int(s), int(n)] for s, n in source.units.ranges]}
                 for name, source in self.sources.items()
             },
+            "is_fork": self.is_fork,
         }
-        return state | {"is_fork": True} if self.is_fork else state
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], order: int) -> "Amendment":
@@ -53,21 +53,13 @@ class Amendment:
             skip=state["skip"],
             shapes=tuple(shapes),
             sources=sources,
-            is_fork=state.get("is_fork", False),
+            is_fork=state["is_fork"],
         )
-
-
-def _shape_state(shape: Shape) -> dict[str, Any]:
-    """Without `packing` where there is none: plans from before there was any keep their fingerprint."""
-    state = asdict(shape)
-    if shape.packing == "contiguous":
-        del state["packing"]
-    return state
 
 
 def longest_window(shapes: Sequence[Shape], name: str, order: int = SPREAD) -> int:
     """The longest `seq_len` of the phases that read a data set; of all phases, if none does, or no share may matter."""
-    if order in (LARGE_UNITS, APART):
+    if order == APART:
         return max(shape.seq_len for shape in shapes)
     reading = [shape.seq_len for shape in shapes if name in dict(shape.weights)]
     return max(reading or [shape.seq_len for shape in shapes])
@@ -85,7 +77,7 @@ def cut_in_units(
     for name, ranges in datasets.items():
         size = before[name].units.size if name in before else 0
         if max((shape.seq_len for shape in shapes if name in dict(shape.weights)), default=1) > size:
-            size = unit_size(ranges, longest_window(shapes, name, order), order)
+            size = unit_size(ranges, longest_window(shapes, name, order))
         kept = before.get(name)
         is_same = kept is not None and (kept.units.size, kept.units.ranges) == (size, ranges)
         sources[name] = kept if kept and is_same else UnitSource(name=name, units=Units(ranges, size), order=order)

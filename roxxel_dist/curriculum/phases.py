@@ -13,7 +13,7 @@ from roxxel_dist.curriculum.amend import longest_window
 from roxxel_dist.curriculum.plan import ENDLESS, Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.units import APART, LARGE_UNITS, SPREAD, rows_in_a_pass
+from roxxel_dist.data.units import APART, SPREAD, rows_in_a_pass
 from roxxel_dist.utils.limits import MOST_WHOLE
 
 Passes = Literal["together", "apart"]
@@ -274,7 +274,7 @@ class Curriculum:
         shape = phase.shape
         # In the units that the whole curriculum uses, or phases that add up to a pass would read more than one.
         longest = longest_window([each.shape for each in self._given], "self", order)
-        rows = rows_in_a_pass(self.primary_streamer.ranges, shape.seq_len, longest, order)
+        rows = rows_in_a_pass(self.primary_streamer.ranges, shape.seq_len, longest)
         pass_steps = rows // shape.batch_size
         steps = floor(pass_steps * phase.epochs + 1e-9)  # 0.29 of 100 is 28.999999999999996
         if steps < 1:
@@ -283,7 +283,7 @@ class Curriculum:
                 f"rows of {shape.seq_len} tokens. These epochs are less than one step: use a smaller batch_size or "
                 f"seq_len, or more text"
             )
-        if order != LARGE_UNITS and len(shape.weights) > 1:
+        if len(shape.weights) > 1:
             if order == APART:
                 wanted = floor(rows * phase.epochs + 1e-9)
                 return replace(phase, steps=self._steps_until(wanted, phase, before), epochs=None)
@@ -354,14 +354,3 @@ class Curriculum:
         """
         ranges = {name: streamer.ranges for name, streamer in self.datasets.items()}
         return Plan(self.shapes, ranges, seed, max_passes=max_passes, order=self._order)
-
-    def as_begun(self, plan: Plan, seed: int) -> tuple[tuple[Shape, ...], str]:
-        """(the phases, the fingerprint of their plan) in the order of the plan that a run began with.
-
-        In the order of older runs `epochs` came to other steps.
-        """
-        shapes = self.shapes
-        if plan.order == LARGE_UNITS:
-            shapes = tuple(phase.shape for phase in self._with_steps(plan.order))
-        ranges = {name: streamer.ranges for name, streamer in self.datasets.items()}
-        return shapes, Plan(shapes, ranges, seed, order=plan.order).fingerprint

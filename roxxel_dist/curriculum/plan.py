@@ -21,7 +21,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.amend import Amendment, carried_over, check, check_added, cut_in_units
 from roxxel_dist.curriculum.apart import ApartBuilder
 from roxxel_dist.curriculum.segments import Cursor, Key, Segment, SegmentBuilder, Shape, UnitSource
-from roxxel_dist.data.units import APART, LARGE_UNITS, SPREAD, Ranges
+from roxxel_dist.data.units import APART, SPREAD, Ranges
 from roxxel_dist.utils.display import aligned
 
 ROWS_AHEAD = 8192
@@ -50,8 +50,7 @@ class Plan:
         datasets: name to readable ranges; the first is named "self".
         seed: of all orders, 0 or more.
         max_passes: the most passes over a data set; None for as many as the steps take.
-        order: `SPREAD`; `APART` where each data set begins its next pass on its own; `LARGE_UNITS` for runs that began
-            with it.
+        order: `SPREAD`, or `APART` where each data set begins its next pass on its own.
 
     Raises:
         ValueError: a data set cannot fill one batch of a phase in a whole pass, or the passes are not enough.
@@ -355,15 +354,19 @@ class Plan:
     def state(self, step: int) -> dict[str, Any]:
         """The state in a checkpoint from which the plan continues: a few numbers per phase and shard, of any size."""
         amendments = [amendment.state() for amendment in self.amendments]
-        state = {"step": step, "seed": self.seed, "max_passes": self.max_passes, "amendments": amendments}
-        # Plans in large units were saved without their order, and keep their fingerprint.
-        return state if self.order == LARGE_UNITS else state | {"order": self.order}
+        return {
+            "step": step,
+            "seed": self.seed,
+            "max_passes": self.max_passes,
+            "amendments": amendments,
+            "order": self.order,
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Plan":
         """The plan that `state` was taken from."""
         plan = object.__new__(cls)
-        plan.order = state.get("order", LARGE_UNITS)
+        plan.order = state["order"]
         amendments = [Amendment.from_state(amendment, plan.order) for amendment in state["amendments"]]
         plan._build(state["seed"], state["max_passes"], amendments)
         return plan

@@ -22,9 +22,11 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.mixture import Mixture, cumulative_weights, quota
 from roxxel_dist.curriculum.permutation import Permutation
 from roxxel_dist.curriculum.spread import SpreadOrder
-from roxxel_dist.data.units import LARGE_UNIT, LARGE_UNITS, SPREAD, Units
+from roxxel_dist.data.units import SPREAD, Units
 
 MAX_CHUNK, MIN_CHUNK, CHUNKS = 256, 16, 8
+TOGETHER = 1 << 18
+"""Tokens of a stretch that is read at about the same time: on a small corpus all of it, on a large one not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +66,10 @@ class RemainingUnits:
     """
 
     size: int
-    order: Permutation | SpreadOrder | None
+    order: SpreadOrder | None
     """Of [0, size); None where there are none."""
-    block: int = 0
-    """Of a `SpreadOrder`: its argument; 0: orders are plain permutations."""
+    block: int
+    """The argument of each `SpreadOrder`."""
     parent: "RemainingUnits | None" = None
     """The units that the pass had before the amendment."""
     used: int = 0
@@ -76,7 +78,7 @@ class RemainingUnits:
     """The first unit of those that were added; of a new pass 0."""
 
     @classmethod
-    def first(cls, units: int, key: Sequence[int], block: int = 0) -> "RemainingUnits":
+    def first(cls, units: int, key: Sequence[int], block: int) -> "RemainingUnits":
         """All of so many units."""
         return cls(size=units, order=_order(units, key, block), block=block)
 
@@ -101,10 +103,8 @@ class RemainingUnits:
         return result
 
 
-def _order(size: int, key: Sequence[int], block: int) -> Permutation | SpreadOrder | None:
-    if not size:
-        return None
-    return SpreadOrder(size, key, block) if block else Permutation(size, key)
+def _order(size: int, key: Sequence[int], block: int) -> SpreadOrder | None:
+    return SpreadOrder(size, key, block) if size else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class UnitSource:
     name: str
     units: Units
     order: int = SPREAD
-    """`SPREAD`, `LARGE_UNITS` or `APART`: that of its plan."""
+    """`SPREAD` or `APART`: that of its plan."""
 
     @cached_property
     def number(self) -> int:
@@ -123,8 +123,7 @@ class UnitSource:
 
     def new_pass(self, key: Key, pass_index: int) -> "Cursor":
         """Before the first token of a pass."""
-        # Stretches of 2^18 tokens are read at about the same time: on a small corpus all of it, on a large one not.
-        block = 0 if self.order == LARGE_UNITS else max(1, LARGE_UNIT // self.units.size)
+        block = max(1, TOGETHER // self.units.size)
         remaining = RemainingUnits.first(self.units.count, key.new_pass(self.number, pass_index), block)
         return Cursor(pass_index=pass_index, remaining=remaining)
 

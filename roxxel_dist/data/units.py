@@ -12,16 +12,14 @@ import numpy as np
 Ranges = Sequence[tuple[int, int]]
 """(first token, number of tokens) of each range, in tokens from the data set's start."""
 
-LARGE_UNIT = 1 << 18
 WINDOWS_A_UNIT = 8
-FEW_UNITS = 256
 TOLERATED_LOSS = 0.03
-LARGE_UNITS, SPREAD, APART = 1, 2, 3
-"""Orders of a plan. Runs that began with large units, in a random order, keep them; new runs have small ones, of which
-every stretch is spread over the whole data set. In the last one, each data set also begins its next pass on its own."""
+SPREAD, APART = 1, 2
+"""Orders of a plan. Every stretch of units is spread over the whole data set; with `APART` each data set also begins
+its next pass on its own."""
 
 
-def unit_size(ranges: Ranges, longest: int, order: int = SPREAD) -> int:
+def unit_size(ranges: Ranges, longest: int) -> int:
     """Tokens per unit for windows of at most `longest` tokens.
 
     A unit of 8 windows can be read by a later phase of longer rows. On a small corpus, or one of many small shards, it
@@ -30,7 +28,6 @@ def unit_size(ranges: Ranges, longest: int, order: int = SPREAD) -> int:
     Args:
         ranges: (start, length) of each range, in tokens.
         longest: the longest `seq_len` that will be read, in tokens.
-        order: `SPREAD`, or `LARGE_UNITS`, whose units have up to 2^18 tokens.
 
     Returns:
         A multiple of `longest`: at least `longest` itself, even if no range has that many tokens.
@@ -38,16 +35,14 @@ def unit_size(ranges: Ranges, longest: int, order: int = SPREAD) -> int:
     lengths = np.array([length for _, length in ranges], np.int64)
     best = int((lengths // longest).sum()) * longest  # the coverage of units of one window
     windows = WINDOWS_A_UNIT
-    if order == LARGE_UNITS:
-        windows = max(windows, min(LARGE_UNIT, int(lengths.sum()) // FEW_UNITS) // longest)
     while windows > 1 and int((lengths // (windows * longest)).sum()) * windows * longest < (1 - TOLERATED_LOSS) * best:
         windows //= 2
     return windows * longest
 
 
-def rows_in_a_pass(ranges: Ranges, seq_len: int, longest: int | None = None, order: int = SPREAD) -> int:
+def rows_in_a_pass(ranges: Ranges, seq_len: int, longest: int | None = None) -> int:
     """Windows of `seq_len` tokens in one pass, if no window is longer than `longest` tokens."""
-    unit = unit_size(ranges, longest or seq_len, order)
+    unit = unit_size(ranges, longest or seq_len)
     return Units(ranges, unit).count * (unit // seq_len)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from roxxel_dist.cluster.mesh import device_type
-from roxxel_dist.cluster.program_cost import GROUPED_PRODUCT
+from roxxel_dist.devices.program_cost import GROUPED_PRODUCT
 from roxxel_dist.model.attention_kernels import compute_capability
 
 TPU_ROWS = 128

@@ -9,7 +9,6 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.extras import pip_install
-from roxxel_dist.objects.aws_profile import read_aws_profile
 from roxxel_dist.objects.errors import MissingLibraryError, StoreDeniedError
 from roxxel_dist.objects.url import ObjectUrl
 
@@ -112,16 +111,62 @@ def _s3(environ: Mapping[str, str]) -> dict[str, Any]:
     is_elsewhere = has_keys or any(map(environ.get, elsewhere))
     is_public = environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
     if not is_elsewhere or environ.get("AWS_PROFILE"):
-        profile = read_aws_profile(environ)
-        region, endpoint = region or profile.region, endpoint or profile.endpoint
-        if not has_keys and not is_public:
-            settings |= {key.removeprefix("aws_"): value for key, value in profile.keys.items()}
-            if profile.provider is not None:
-                settings["credential_provider"] = profile.provider
-            is_found = bool(profile.keys) or profile.provider is not None or is_elsewhere
-            if not is_found and environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
-                raise StoreDeniedError(NO_KEYS)
+        if (session := _aws_session(environ)) is not None:
+            region = region or session.get_config_variable("region")
+            endpoint = endpoint or session.get_scoped_config().get("endpoint_url")
+            if not has_keys and not is_public:
+                settings["credential_provider"] = _aws_credentials(session)
+        elif not is_elsewhere and not is_public and environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+            raise StoreDeniedError(NO_KEYS)
     return settings | {"region": region or "us-east-1"} | ({"endpoint": endpoint} if endpoint else {})
+
+
+def _aws_session(environ: Mapping[str, str]) -> Any | None:
+    """The session of the AWS profile that is named, or is the default one; None where no file has profiles.
+
+    Raises StoreDeniedError where there is no such profile, where a file cannot be parsed, and where boto3, which reads
+    them, is not installed.
+    """
+    name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
+    files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+    found = [path for key, usual in files.items() if (path := Path(environ.get(key) or usual).expanduser()).exists()]
+    if not (name or found):
+        return None
+    try:
+        import botocore.exceptions
+        import botocore.session
+    except ImportError as error:
+        if not (name or found[0].name == "credentials"):  # the region alone, of a machine that has a role
+            return None
+        what = f"AWS_PROFILE is {name!r}" if name else f"{found[0]} has the credentials"
+        raise StoreDeniedError(
+            f"{what}, and boto3, which reads profiles, is not installed: {pip_install('aws')}; or set "
+            f"AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        ) from error
+    session = botocore.session.Session(profile=name)
+    try:
+        session.get_scoped_config()
+    except botocore.exceptions.ProfileNotFound:
+        raise StoreDeniedError(f"AWS_PROFILE is {session.profile!r}, and ~/.aws has no profile of that name") from None
+    except botocore.exceptions.BotoCoreError as error:  # its text may quote a line of the file
+        kind = type(error).__name__
+        raise StoreDeniedError(f"{found[0]} is not a file of AWS profiles ({kind}): repair it") from None
+    return session
+
+
+def _aws_credentials(session: Any) -> Any:
+    """What obstore asks for credentials, again when they expire. Raises StoreDeniedError where the profile has none."""
+    from botocore.exceptions import BotoCoreError
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return Boto3CredentialProvider(session)
+    except (BotoCoreError, ValueError) as error:  # its text may have what a program of the profile printed
+        name, kind = session.profile or "default", type(error).__name__
+        raise StoreDeniedError(
+            f"the AWS profile {name!r} gives no credentials ({kind}): `aws sts get-caller-identity` says why; "
+            f"{NO_KEYS.partition(': ')[2]}"
+        ) from None
 
 
 def _gs(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ CREDENTIALS = {
 
 
 @dataclass(frozen=True)
-class Rule:
+class ErrorRule:
     """The meaning of one kind of errors.
 
     The texts have fields: {bucket}, {at}, {named}, {credentials}, {endpoint}, {proxy}.
@@ -34,42 +34,46 @@ class Rule:
     fix: str
 
 
-BUSY = Rule(None, "the server answers that it is busy{named}", "look at the state of the server{at}")
-CONDITION = Rule(StorePreconditionError, "the object exists already, or was replaced", "read it again")
-NO_BUCKET = Rule(
+BUSY = ErrorRule(None, "the server answers that it is busy{named}", "look at the state of the server{at}")
+CONDITION = ErrorRule(StorePreconditionError, "the object exists already, or was replaced", "read it again")
+NO_BUCKET = ErrorRule(
     StoreNotFoundError,
     "there is no bucket '{bucket}'{at}",
     "make it, or correct its name, the region (AWS_REGION) or the endpoint ({endpoint})",
 )
-NO_OBJECT = Rule(StoreNotFoundError, "there is no such object", "correct the path")
-NO_KEYS = Rule(
+NO_OBJECT = ErrorRule(StoreNotFoundError, "there is no such object", "correct the path")
+NO_KEYS = ErrorRule(
     StoreDeniedError, "this machine has no credentials, and no metadata server gives any", "set {credentials}"
 )
-CLOCK = Rule(
+CLOCK = ErrorRule(
     StoreDeniedError,
     "the clock of this host differs from that of the server{named}",
     "set the clock (timedatectl set-ntp true)",
 )
-KEY_UNKNOWN = Rule(StoreDeniedError, "the server{at} does not know the access key{named}", "correct {credentials}")
-KEY_WRONG = Rule(StoreDeniedError, "the secret key does not belong to the access key{named}", "correct {credentials}")
-EXPIRED = Rule(StoreDeniedError, "the session token is out of date{named}", "sign in again, or take new credentials")
-OTHER_REGION = Rule(StoreDeniedError, "the bucket is in another region{named}", "set AWS_REGION to {region}")
-NO_RIGHTS = Rule(
+KEY_UNKNOWN = ErrorRule(StoreDeniedError, "the server{at} does not know the access key{named}", "correct {credentials}")
+KEY_WRONG = ErrorRule(
+    StoreDeniedError, "the secret key does not belong to the access key{named}", "correct {credentials}"
+)
+EXPIRED = ErrorRule(
+    StoreDeniedError, "the session token is out of date{named}", "sign in again, or take new credentials"
+)
+OTHER_REGION = ErrorRule(StoreDeniedError, "the bucket is in another region{named}", "set AWS_REGION to {region}")
+NO_RIGHTS = ErrorRule(
     StoreDeniedError,
     "the credentials do not allow it{named}",
     "give them the rights to read, write, list and delete in the bucket, or use others ({credentials})",
 )
-SHORT = Rule(StoreError, "the object ends before these bytes", "it was replaced or cut: write it again")
-NO_ADDRESS = Rule(
+SHORT = ErrorRule(StoreError, "the object ends before these bytes", "it was replaced or cut: write it again")
+NO_ADDRESS = ErrorRule(
     StoreError, "the endpoint{at} is not an address", "set {endpoint} to http://HOST:PORT or https://HOST:PORT"
 )
-NO_STORE = Rule(
+NO_STORE = ErrorRule(
     StoreError, "the server{at} does not support that{named}", "check that {endpoint} is the address of an object store"
 )
 LOST = "check the network{proxy} and {endpoint}; a larger store_timeout waits longer"
 
 
-def _rules(rule: Rule, codes: str) -> Iterable[tuple[str, Rule]]:
+def _rules(rule: ErrorRule, codes: str) -> Iterable[tuple[str, ErrorRule]]:
     return ((code, rule) for code in codes.split())
 
 
@@ -102,13 +106,13 @@ BY_NAME = {
 BY_TEXT = {
     "without LOCATION": OTHER_REGION,
     "builder error": NO_ADDRESS,
-    "dns error": Rule(None, "no host has the name of the endpoint{at}", LOST),
-    "Connection refused": Rule(None, "the endpoint{at} refuses connections", LOST),
-    "ConnectionRefused": Rule(None, "the endpoint{at} refuses connections", LOST),
-    "certificate": Rule(None, "the certificate of the endpoint{at} is not trusted", LOST),
-    "TimedOut": Rule(None, "no whole answer came from the endpoint{at} within the limit of a request", LOST),
-    "kind: Connect": Rule(None, "the endpoint{at} cannot be reached", LOST),
-    "": Rule(None, "the connection to the endpoint{at} broke", LOST),
+    "dns error": ErrorRule(None, "no host has the name of the endpoint{at}", LOST),
+    "Connection refused": ErrorRule(None, "the endpoint{at} refuses connections", LOST),
+    "ConnectionRefused": ErrorRule(None, "the endpoint{at} refuses connections", LOST),
+    "certificate": ErrorRule(None, "the certificate of the endpoint{at} is not trusted", LOST),
+    "TimedOut": ErrorRule(None, "no whole answer came from the endpoint{at} within the limit of a request", LOST),
+    "kind: Connect": ErrorRule(None, "the endpoint{at} cannot be reached", LOST),
+    "": ErrorRule(None, "the connection to the endpoint{at} broke", LOST),
 }
 
 
@@ -157,7 +161,7 @@ def failure_of(error: Exception, url: ObjectUrl) -> Failure:
     )
 
 
-def _rule(text: str, name: str, code: str, status: int) -> Rule:
+def _rule(text: str, name: str, code: str, status: int) -> ErrorRule:
     if "169.254.169.254" in text or (not status and NO_TOKEN.search(text)):
         return NO_KEYS
     rule = BY_CODE.get(code) or BY_NAME.get(name) or BY_STATUS.get(status)

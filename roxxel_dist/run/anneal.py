@@ -12,6 +12,7 @@ from roxxel_dist.checkpoint.metadata import (
     MetaFile,
     steps_of,
 )
+from roxxel_dist.cluster.durable import FormatError
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.place.run_place import bucket_run
@@ -63,7 +64,7 @@ def make_decay_branch(config: Config, trunk: CheckpointRef) -> None:
             f"a run with others ({argument('fork', 'RUN@STEP')})"
         )
     if config.of_run is not None and Path(config.of_run[0]).samefile(folder):  # else the branch is there, with its own
-        schedule = LrSchedule.from_dict(metadata.schedule, config.lr_scaling)
+        schedule = LrSchedule.from_dict(metadata.schedule)
         assert schedule is not None
         if not config.given & {"lr", "lr_scaling"}:
             scaling: Any = schedule.scaling
@@ -103,6 +104,8 @@ def _metadata(trunk: CheckpointRef) -> tuple[CheckpointMetadata, Path]:
         if bucket is not None and trunk.step is not None:
             bucket.checkpoints.fetch_meta(trunk.step)
         saved = MetaFile.read(folder / CHECKPOINTS / str(trunk.step))
+    except FormatError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"anneal is {trunk}: {trunk.run} has no checkpoint of step {trunk.step} (a run keeps more with keep_every, "

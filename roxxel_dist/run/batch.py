@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, CheckpointMetadata, MetaFile
+from roxxel_dist.cluster.durable import FormatError
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel, locate_token
@@ -34,6 +35,8 @@ def _metadata_of(checkpoint: Path | None) -> CheckpointMetadata | None:
         metadata = CheckpointMetadata.from_dict(MetaFile.read(checkpoint).meta)
         Plan.from_state(metadata.plan)  # one that a program's `Checkpointer` saved has none
         return metadata
+    except FormatError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{checkpoint / META} has no plan of a run, or is damaged: `roxxel-dist verify {checkpoint.parents[1]}` "

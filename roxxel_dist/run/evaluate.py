@@ -123,8 +123,8 @@ def evaluate(
             metadata = store.metadata(step)
             plan, base = Plan.from_state(metadata.plan), metadata.base
             shape = plan.segment(step - 1).shape
-            # In checkpoints of earlier versions the rows are those of the phase.
-            begun = {"batches": (), **metadata.validation, "eval_iters": saved.get("eval_iters", 1)}
+            # Of a run without validation the rows are those of the phase.
+            begun = {"batches": (), **metadata.validation, "eval_iters": saved["eval_iters"]}
             rows = ValidationRows.from_dict(begun).with_phases([shape])
             config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
             if data_dtype is not None:

@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from roxxel_dist.checkpoint.metadata import WHOLE_UPDATE
 from roxxel_dist.data.files.discovery import absolute, is_tokens
 from roxxel_dist.model.config import AttentionKernel
 from roxxel_dist.place.directory import CONFIG, DATA
@@ -16,8 +15,6 @@ from roxxel_dist.place.run_place import local_run
 from roxxel_dist.settings.config import RECORD, load_yaml
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-EXACT_UPDATE = "exact_update"
-"""Among the `bits` of a run with virtual shards; those that do not have it update all parameters at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +53,12 @@ class RunMetadata:
         return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
 
     @classmethod
-    def now(cls, kernel: AttentionKernel, exact_update: int = WHOLE_UPDATE, **values: Any) -> Self:
+    def now(cls, kernel: AttentionKernel, **values: Any) -> Self:
         """The metadata of this process and its environment; `kernel` is the attention kernel."""
         import jax
 
         from roxxel_dist.cluster import determinism
 
-        update = {} if exact_update == WHOLE_UPDATE else {EXACT_UPDATE: exact_update}
         return cls(
             versions={name: version(name) for name in PACKAGES},
             git_commit=git_commit(Path.cwd()),
@@ -70,7 +66,7 @@ class RunMetadata:
             devices=jax.device_count(),
             platform=jax.devices()[0].platform,
             pjrt_nproc=int(os.environ["PJRT_NPROC"]) if "PJRT_NPROC" in os.environ else None,
-            bits=determinism.numerics_fingerprint() | {"attention": kernel} | update,
+            bits=determinism.numerics_fingerprint() | {"attention": kernel},
             **values,
         )
 

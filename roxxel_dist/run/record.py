@@ -20,9 +20,8 @@ from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER, is_of_program
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.run.components import RunComponents
-from roxxel_dist.run.metadata import EXACT_UPDATE, PACKAGES, RunMetadata, saved_config
+from roxxel_dist.run.metadata import PACKAGES, RunMetadata
 from roxxel_dist.settings.config import DEFAULTS, RECORD, Config
-from roxxel_dist.settings.global_batch import micro_batch_note, predates
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.resume import ResumePoint, check_same_bits, max_steps_note
 from roxxel_dist.train.step.schedule import LrSchedule, scaling_note
@@ -107,8 +106,6 @@ def write_run_metadata(
     log(f"model: {total:,} parameters{share}, {num_devices(loop.parts.mesh)} device(s), run directory {name}")
     if message:
         log(message)
-    if not (saved or config.phases) and config.grad_accum > 1:
-        log(micro_batch_note(batch_size=config.batch_size, grad_accum=config.grad_accum))
     train = position.plan.amendments[-1].sources["self"].units.tokens
     parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
     log(f"data: {parts}, vocabulary {components.vocab_size:,}")
@@ -120,7 +117,7 @@ def write_run_metadata(
     if not position.start.notes:  # otherwise the notes include the plan
         log(position.plan.describe())
     for note in (
-        scaling_note(LrSchedule.from_dict(position.metadata.schedule, "none"), position.plan.shapes),
+        scaling_note(LrSchedule.from_dict(position.metadata.schedule), position.plan.shapes),
         validation_note(position.metadata.validation, position.plan.shapes),
         max_steps_note(position.plan, loop.parts.options),
     ):
@@ -148,10 +145,10 @@ def _other_environment(saved: Mapping[str, Any], metadata: RunMetadata, *, is_ex
 
 def _metadata(start: ResumePoint, components: RunComponents, saved: dict[str, Any], data_path: str) -> RunMetadata:
     """The metadata of a new run, or of a resumed one with another entry in `resumes`."""
-    origin, kernel, update = start.record, components.kernel, start.metadata.exact_update
+    origin, kernel = start.record, components.kernel
     if RECORD not in saved:
-        return RunMetadata.now(kernel, update, data_path=data_path, corpus=components.data.fingerprint, **origin)
-    before, now = RunMetadata.of(saved), RunMetadata.now(kernel, update)
+        return RunMetadata.now(kernel, data_path=data_path, corpus=components.data.fingerprint, **origin)
+    before, now = RunMetadata.of(saved), RunMetadata.now(kernel)
     resume = {"step": start.step, "commit": now.git_commit, **origin, "bits": now.bits}
     resume["changed_from"] = changed_from(saved, components.config)
     return replace(
@@ -163,18 +160,9 @@ def _metadata(start: ResumePoint, components: RunComponents, saved: dict[str, An
     )
 
 
-def updates_in_blocks(run: Path | None) -> bool:
-    """Whether a run with virtual shards updates its parameters in blocks; True of one that is not begun."""
-    saved = {} if run is None else saved_config(run)
-    record = RunMetadata.of(saved)
-    # A run without a checkpoint is begun anew.
-    return not saved or EXACT_UPDATE in (record.resumes[-1].get("bits", record.bits) if record.resumes else record.bits)
-
-
 def kernel_begun_with(saved: Mapping[str, Any]) -> AttentionKernel | None:
     """The attention kernel of a run, from its saved config; None if there is no run."""
-    # Runs from before the setting existed used XLA.
-    return RunMetadata.of(saved).bits.get("attention", "xla") if saved else None
+    return RunMetadata.of(saved).bits.get("attention")
 
 
 def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = False, fork: str = "") -> list[str]:
@@ -202,11 +190,6 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
         )
     for name, before in changed_from(saved, config, with_base=True).items():
         value = getattr(config, name)
-        if name == "batch_size" and name in fixed and predates(saved[RECORD]) and value * config.grad_accum == before:
-            raise UserError(
-                f"batch_size is {value}, and an earlier version began {other} with batch_size x grad_accum = {before} "
-                f"rows in a step: now batch_size is the rows of the global batch, so use {before}"
-            )
         if name in EXACT_FIELDS and name in fixed:
             what = "depend on the number of devices" if not config.virtual_shards else "not be those of the run so far"
             raise UserError(
@@ -247,7 +230,6 @@ def check_same_run(saved: Mapping[str, Any], config: Config, kernel: AttentionKe
         return
     was = _bits_of(saved, step)
     now = determinism.numerics_fingerprint() | {"attention": kernel}
-    now |= {EXACT_UPDATE: was[EXACT_UPDATE]} if EXACT_UPDATE in was else {}  # a run goes on as it began
     check_same_bits(was, now, config.virtual_shards)
 
 

@@ -25,17 +25,17 @@ from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.weights.model import attention_kernel
 
 
-def record_parts(parts: Parts, state: TrainView, exact_update: int) -> None:
+def record_parts(parts: Parts, state: TrainView) -> None:
     """Write config, tokenizer and sizes into the run directory, where the model is the built-in one. All ranks call it.
 
     Not of a run in a bucket: it was made from a Config, and has its record already.
     """
     model = state.model
     if type(model) is Transformer and parts.bucket is None:
-        on_primary("config of the run", lambda: _write(parts, model, state, exact_update))
+        on_primary("config of the run", lambda: _write(parts, model, state))
 
 
-def _write(parts: Parts, model: Transformer, state: TrainView, exact_update: int) -> None:
+def _write(parts: Parts, model: Transformer, state: TrainView) -> None:
     run, curriculum = parts.folder, parts.training
     primary = curriculum.primary_streamer
     source, file = primary.filepath, primary.shards[0]
@@ -54,7 +54,6 @@ def _write(parts: Parts, model: Transformer, state: TrainView, exact_update: int
             data.tokenizer.save(run / TOKENIZER)
         made = RunMetadata.now(
             attention_kernel(config, curriculum.shapes, devices=list(parts.mesh.devices.flat)),
-            exact_update,
             data_path=absolute(source) if isinstance(source, str | os.PathLike) else None,
             corpus=data.fingerprint,
             program=Path(sys.argv[0]).name or "a Python program",

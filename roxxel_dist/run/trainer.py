@@ -249,7 +249,7 @@ class Trainer:
         """
         self.open()
         try:
-            record_parts(self.parts, self.state, self.loop.position.metadata.exact_update)
+            record_parts(self.parts, self.state)
             if not self.start_step and not self.finished:
                 line = line_for(self.parts, self.mesh.size, "`roxxel_dist.check_layouts(trainer)`")
                 if line and is_primary():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_type_hints
 
 from roxxel_dist.cluster.device_counts import DeviceNeeds
-from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.durable import FORMAT, check_format, write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.files.discovery import absolute as absolute_path
@@ -20,7 +20,6 @@ from roxxel_dist.data.files.discovery import check_local, names_objects
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
-from roxxel_dist.settings.global_batch import GLOBAL, MEANING, with_global_batch
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
 from roxxel_dist.settings.values import EXPONENT, as_choice, fits, is_text, type_name, with_numbers
 from roxxel_dist.utils.component import DocWithFields, component
@@ -199,7 +198,7 @@ class Config(_Copied):
         """Write all fields atomically; `record` is a section of metadata that loading skips."""
         import yaml
 
-        content = {**self.to_dict(), **({RECORD: {**record, MEANING: GLOBAL}} if record else {})}
+        content = {**self.to_dict(), **({RECORD: {"format": FORMAT, **record}} if record else {})}
         write_file(Path(path), yaml.safe_dump(content, sort_keys=False))
 
     @classmethod
@@ -263,9 +262,10 @@ def yaml_problem(error: Exception) -> str:
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file; of a saved config, `batch_size` is the rows of the global batch.
+    """The mapping in a YAML file.
 
-    Raises UserError for no such file, no YAML, no mapping, or a key that is given twice.
+    Raises UserError for no such file, no YAML, no mapping, a key that is given twice, or a config with the record of
+    another format.
     """
     values = read_yaml(path)[0]
     if values is None:
@@ -273,12 +273,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected `field: value` lines, found a {type(values).__name__}")
     if isinstance(values.get(RECORD), dict):
-        fields, record = with_global_batch({k: v for k, v in values.items() if k != RECORD}, values[RECORD])
-        values = {**fields, RECORD: record}
-        # Older runs could have both in a phase, and steps counted.
-        for phase in values.get("phases") or []:
-            if phase.get("steps") is not None:
-                phase.pop("epochs", None)
+        check_format(values[RECORD].get("format"), path)
     return values
 
 

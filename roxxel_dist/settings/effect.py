@@ -14,7 +14,7 @@ SAVED_SHARE = 2 / 3
 """A file with at least this share of all fields was written by `Config.save_yaml`, and not by a person."""
 
 
-class Rule(NamedTuple):
+class NoEffect(NamedTuple):
     """When some fields do nothing. Fields that a component refuses then itself, such as decay_steps, are not here."""
 
     fields: tuple[str, ...]
@@ -30,27 +30,29 @@ def _off(switch: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 RULES = (
-    Rule(("epochs", "batch_size"), lambda v: bool(v["phases"]), "phases are given: change it in each phase"),
-    Rule(
+    NoEffect(("epochs", "batch_size"), lambda v: bool(v["phases"]), "phases are given: change it in each phase"),
+    NoEffect(
         ("n_experts", "top_k_mlp", "alpha_balance"), _off("use_moe"), "use_moe is False: leave it out, or set use_moe"
     ),
-    Rule(
+    NoEffect(
         ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
         _off("use_lora"),
         "use_lora is False: leave it out, or set use_lora",
     ),
-    Rule(("down_dim_q", "down_dim_kv", "rope_dim", "inference"), _off("mla"), "mla is False: leave it out, or set mla"),
-    Rule(
+    NoEffect(
+        ("down_dim_q", "down_dim_kv", "rope_dim", "inference"), _off("mla"), "mla is False: leave it out, or set mla"
+    ),
+    NoEffect(
         ("context_window", "sliding_window_pattern"),
         _off("sliding_window"),
         "sliding_window is False: leave it out, or set sliding_window",
     ),
-    Rule(
+    NoEffect(
         ("rope_local_theta",),
         lambda v: v["model"] is None and (not v["sliding_window"] or v["sliding_window_pattern"] is None),
         "all layers are of one kind: set rope_theta, or sliding_window and sliding_window_pattern",
     ),
-    Rule(
+    NoEffect(
         (
             "rope_theta",
             "rope_scale_factor",
@@ -63,59 +65,59 @@ RULES = (
         lambda v: v["model"] is None and v["pos_encoding"] != "rotary",
         "pos_encoding is not rotary: leave it out, or set pos_encoding to rotary",
     ),
-    Rule(
+    NoEffect(
         ("rope_trained_context",),
         lambda v: v["model"] is None and v["rope_scale_factor"] == 1,
         "rope_scale_factor is 1, which changes nothing: leave it out, or set rope_scale_factor",
     ),
-    Rule(
+    NoEffect(
         ("expansion",),
         lambda v: v["model"] is None and v["hidden_dim"] is not None,
         "hidden_dim is given: leave one of the two out",
     ),
-    Rule(
+    NoEffect(
         ("base_widths",),
         lambda v: v["parametrization"] != "mup",
         "parametrization is standard: leave it out, or set parametrization to mup",
     ),
-    Rule(
+    NoEffect(
         ("model_args",),
         lambda v: v["model"] is None and not is_function(v["optimizer"]),
         "neither model nor optimizer is a function of yours: leave it out, or name one",
     ),
-    Rule(
+    NoEffect(
         ("momentum",),
         lambda v: v["optimizer"] not in ("sgd", "muon") and not is_function(v["optimizer"]),
         "only the optimizers sgd and muon have it: leave it out, or change optimizer",
     ),
-    Rule(
+    NoEffect(
         ("beta1", "beta2"),
         lambda v: v["optimizer"] in ("sgd", "adafactor"),
         "the optimizers sgd and adafactor do not have it: leave it out, or change optimizer",
     ),
-    Rule(
+    NoEffect(
         ("lr_scaling",),
         lambda v: not v["phases"],
         "there are no phases, so all batches have the same size: leave it out, or give phases",
     ),
-    Rule(
+    NoEffect(
         ("max_rewinds",),
         lambda v: v["on_bad_step"] != "rewind",
         "on_bad_step is not rewind: leave it out, or set on_bad_step to rewind",
     ),
-    Rule(("fsdp_devices",), lambda v: not v["fsdp"], "fsdp is False: leave it out, or set fsdp"),
-    Rule(
+    NoEffect(("fsdp_devices",), lambda v: not v["fsdp"], "fsdp is False: leave it out, or set fsdp"),
+    NoEffect(
         ("memory_replicas",),
         lambda v: v["memory_checkpoint_every"] == 0,
         "memory_checkpoint_every is 0: leave it out, or change memory_checkpoint_every",
     ),
-    Rule(
+    NoEffect(
         ("val_fraction",),
         lambda v: bool(v["validation"]),
         "validation names the data to validate on: leave one of the two out",
     ),
-    Rule(("sample_prompt",), lambda v: v["sample"] == "off", "sample is off: leave it out, or change sample"),
-    Rule(
+    NoEffect(("sample_prompt",), lambda v: v["sample"] == "off", "sample is off: leave it out, or change sample"),
+    NoEffect(
         ("wandb_project",),
         lambda v: v["wandb"] == "off",
         "wandb is off: leave it out, or set wandb to online or offline",

@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from roxxel_dist.checkpoint.metadata import BLOCK_UPDATE
-from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.data.verify import VerifiedBlocks
+from roxxel_dist.devices.accelerators import peak_flops
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
 from roxxel_dist.train.evaluator import Validation
@@ -74,13 +73,12 @@ class Programs:
                 grad_accum=parts.grad_accum,
                 compute_dtype=dtype,
                 skip_bad=options.on_bad_step == "skip",
-                in_blocks=position.metadata.exact_update == BLOCK_UPDATE,
                 end=text.end,
             )
         self._step = step
         self._vocabulary: int | None = getattr(getattr(position.view.model, "config", None), "vocab_size", None)
         self.blocks: VerifiedBlocks | None = VerifiedBlocks(self._vocabulary) if options.verify_data == "on" else None
-        # Empty where there is nothing to validate on, and in a finished run of an earlier version.
+        # Empty where there is nothing to validate on.
         saved = position.metadata.validation or {"batches": (), "eval_iters": options.eval_iters}
         rows = ValidationRows.from_dict(saved).with_phases(position.plan.shapes)
         self.validation: Validation = Validation(

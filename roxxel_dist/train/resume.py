@@ -14,7 +14,6 @@ import numpy as np
 
 from roxxel_dist.checkpoint.generations import Generation
 from roxxel_dist.checkpoint.metadata import (
-    WHOLE_UPDATE,
     BaseModelRef,
     CheckpointMetadata,
     CheckpointRef,
@@ -29,12 +28,11 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute
-from roxxel_dist.data.units import LARGE_UNITS
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.average import Averaged, begin_average
 from roxxel_dist.train.step.bad_steps import BadStep, known_good
-from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, for_run, schedule_of
+from roxxel_dist.train.step.optimizer import Optimizer, for_run, schedule_of
 from roxxel_dist.train.step.schedule import LrSchedule, schedule_change
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.validation_rows import ValidationRows
@@ -109,7 +107,6 @@ def begin(
     if options.virtual_shards:
         run.exact = {"virtual_shards": options.virtual_shards, "grad_accum": grad_accum}
         run.exact["bits"] = determinism.numerics_fingerprint()
-        run.exact_update = origin.exact_update
     if store.latest_step() is None and copy is None and origin.fork is not None:
         start = run.fork(origin.fork, origin.skip_steps)
     else:
@@ -148,9 +145,7 @@ class _RequestedRun:
         self.fingerprint = run_fingerprint(curriculum, options.seed)
         self.exact: dict[str, Any] = {"virtual_shards": None, "grad_accum": None, "bits": {}}
         """What a checkpoint of a run with virtual shards says of its bits."""
-        self.exact_update: int = WHOLE_UPDATE
         self.shapes = curriculum.shapes
-        self.scaling: str = optimizer.config.lr_scaling if isinstance(optimizer, NamedOptimizer) else "none"
 
     def resume_latest(self) -> ResumePoint:
         """The newest checkpoint of the run, or copy in memory, or its beginning."""
@@ -158,12 +153,10 @@ class _RequestedRun:
         step = self.store.latest_step() if copy is None else copy.step
         if step is None:
             plan = self.curriculum.plan(options.seed)
-            metadata = CheckpointMetadata(
-                exact_update=self.exact_update, schedule=self._schedule({}, plan), **self.exact, **self.fingerprint
-            )
+            metadata = CheckpointMetadata(schedule=self._schedule({}, plan), **self.exact, **self.fingerprint)
             return ResumePoint(0, plan, metadata)
         saved = self.store.metadata(step) if copy is None else copy.metadata
-        before = self._begun_with(saved)
+        before = Plan.from_state(saved.plan)
         point = ResumePoint(step, before, saved, copy=copy, bits=saved.bits)
         if point.is_finished(options) and not self.amend:
             self._check_unchanged(saved, before)
@@ -190,18 +183,10 @@ class _RequestedRun:
                     f"would be others. Leave it as it was, or accept that with {argument('amend')}"
                 )
 
-    def _begun_with(self, saved: CheckpointMetadata) -> Plan:
-        """The plan of a checkpoint; the curriculum is taken in its order from now on."""
-        plan = Plan.from_state(saved.plan)
-        if plan.order == LARGE_UNITS:
-            self.shapes, curriculum = self.curriculum.as_begun(plan, self.options.seed)
-            self.fingerprint["curriculum"] = curriculum
-        return plan
-
     def _check_unchanged(self, saved: CheckpointMetadata, plan: Plan) -> None:
         """Raises ValueError where a run that is finished is made with other parts, for which nothing would be done."""
         was = {"corpus": saved.corpus, "seed": plan.seed, "curriculum": saved.curriculum}
-        was["schedule"] = LrSchedule.from_dict(saved.schedule, self.scaling)
+        was["schedule"] = LrSchedule.from_dict(saved.schedule)
         schedule = schedule_of(for_run(self.optimizer, plan.shapes, saved.schedule), plan.total_steps)
         now = {**self.fingerprint, "seed": self.options.seed, "schedule": schedule}
         for name, old in was.items():
@@ -216,7 +201,7 @@ class _RequestedRun:
         """A checkpoint of another run, without the rows of `skip_steps`."""
         with open_checkpoint("fork", source) as (store, step):
             saved = store.metadata(step)
-        before, seed = self._begun_with(saved), self.options.seed
+        before, seed = Plan.from_state(saved.plan), self.options.seed
         if before.seed != seed:
             raise UserError(f"seed is {seed}, and {source} has {before.seed}: a fork keeps it, or reads twice")
         plan = self._plan_to_follow(saved, step, source.run, amend=True, is_fork=True)
@@ -236,7 +221,6 @@ class _RequestedRun:
             CheckpointMetadata(
                 base=saved.base,
                 digest=saved.digest,
-                exact_update=self.exact_update,
                 schedule=self._schedule(saved.schedule, plan),
                 validation=saved.validation,
                 early_stopping=EarlyStopping(rows=saved.early_stopping.rows),
@@ -284,8 +268,8 @@ class _RequestedRun:
 
     def _schedule_change(self, saved: Mapping[str, Any], before: Plan, plan: Plan, step: int) -> str:
         """The lines about a learning rate that is another after `step` steps than it was; empty where it is not."""
-        old = LrSchedule.from_dict(saved, self.scaling)
-        new = LrSchedule.from_dict(self._schedule(saved, plan), self.scaling)
+        old = LrSchedule.from_dict(saved)
+        new = LrSchedule.from_dict(self._schedule(saved, plan))
         if old is None or new is None or old.rates == new.rates:
             return ""
         return schedule_change(step, old, new, before, plan)

@@ -365,7 +365,7 @@ def _plan(run: Path, checkpoints: Sequence[CheckpointState]) -> tuple[Mapping[st
             with suppress(OSError, ValueError, KeyError, TypeError):
                 meta = _meta(run / CHECKPOINTS / checkpoint.name, checkpoint.saved)
                 if plan := meta.get("plan"):
-                    return plan, meta.get("best_loss")
+                    return plan, meta["early_stopping"]["best_loss"]
     return {}, None
 
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from roxxel_dist.cluster.program_cost import program_cost
 from roxxel_dist.cluster.step_parts import part_of
+from roxxel_dist.devices.program_cost import program_cost
 
 
 @pytest.mark.parametrize(

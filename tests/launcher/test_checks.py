@@ -12,7 +12,6 @@ from roxxel_dist.launcher.job.program import log_dir_for
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.checks import (
     ADVISED_FREE_BYTES,
-    HERE,
     MIN_FREE_BYTES,
     CheckResult,
     Requirements,
@@ -36,7 +35,6 @@ def healthy(number: int) -> dict[str, Any]:
         "ports": [32768, 60999],
         "ssh_address": f"10.0.0.{number}",
         "versions": dict(VERSIONS),
-        "code": "c0de",
         "data": None,
         "gpus": 0,
         "visible": None,
@@ -61,13 +59,13 @@ def judge(change: Callable[[Hosts], Any], wanted: Requirements | None = None) ->
 def test_nothing_is_wrong_with_healthy_hosts() -> None:
     found = run_checks(Requirements(), three_hosts())
     assert {one.level for one in found} == {"ok"}
-    checks = {"devices", "disk", "versions", "code", "name"}
+    checks = {"devices", "disk", "versions", "name"}
     assert {one.check for one in found} == checks
     assert all(one.hosts == ("h1", "h2", "h3") for one in found)
 
 
 def test_of_one_host_less_is_said() -> None:
-    only = {"h1": {name: value for name, value in healthy(1).items() if name not in ("versions", "code", "data")}}
+    only = {"h1": {name: value for name, value in healthy(1).items() if name not in ("versions", "data")}}
     assert {one.check for one in run_checks(Requirements(), only)} == {"devices", "disk"}
 
 
@@ -105,7 +103,6 @@ CASES = [
     ("versions", "error", lambda hosts: hosts["h3"]["versions"].update(jax="0.9.0"), ["jax", "0.9.0 on h3", "h1, h2"]),
     ("versions", "error", lambda hosts: hosts["h3"]["versions"].pop("jaxlib"), ["jaxlib", "none on h3"]),
     ("versions", "warning", lambda hosts: hosts["h1"]["versions"].update(numpy="2.0"), ["numpy", "2.0 on h1"]),
-    ("code", "error", put("h2", code="beef"), ["c0de on h1, h3", "beef on h2", "same commit"]),
     ("data", "error", with_data(h2={"path": "d", "fingerprint": "bb"}), ["d", "aa on h1, h3", "bb on h2"]),
     ("data", "error", with_data(h3={"path": "d", "why": "no such file"}), ["h3", "d", "no such file"]),
     ("data", "error", with_data(h3={"path": "d", "text": True}), ["h3", "text", "tokens on h1"]),
@@ -189,13 +186,6 @@ def test_text_is_read_by_rank_0_alone() -> None:
     assert [one.level for one in judge(with_data(h1=absent, h2=text, h3=text))] == ["error", "error"]
 
 
-def test_the_launcher_has_the_code_of_its_hosts() -> None:
-    assert judge(lambda hosts: None, Requirements(code="c0de")) == []
-    (told,) = judge(lambda hosts: None, Requirements(code="mine"))
-    assert (told.level, told.check) == ("error", "code")
-    assert "c0de on h1, h2, h3; mine on the launcher here" in told.text
-
-
 def test_many_hosts_are_counted() -> None:
     hosts = [f"h{number}" for number in range(40)]
     assert named(hosts[:9]) == ", ".join(hosts[:9])
@@ -244,7 +234,7 @@ def test_words_of_a_command() -> None:
 
 
 def compared(*groups: tuple[str, ...]) -> CheckResult:
-    hosts = tuple(host for group in groups for host in group if host != HERE)
+    hosts = tuple(host for group in groups for host in group)
     return CheckResult("error", "versions", hosts, "jax differs", groups)
 
 
@@ -260,10 +250,6 @@ def compared(*groups: tuple[str, ...]) -> CheckResult:
         (compared(("a",), ("b", "c")), ("a",), {"b", "c"}),  # those that came back, though they are more
         (compared(("a",), ("b", "c")), (), {"a"}),  # no host has worked yet: the most
         (compared(("a",), ("b",)), (), set()),
-        (compared(("a",), ("b", "c", HERE)), (), {"a"}),
-        (compared(("a", HERE), ("b", "c")), (), {"b", "c"}),
-        (compared((HERE,), ("a", "b")), (), {"a", "b"}),
-        (compared((HERE,), ("a", "b"), ("c",)), ("a", "b"), {"c"}),
         (compared(("a",), ("b",), ("c",)), ("b", "c"), {"a"}),  # a folder that the others do not see
         (compared(("a",), ("b",)), ("a", "b"), set()),
         (compared(("a",), ("b",), ("c", "d")), ("a", "b"), {"c", "d"}),

@@ -14,7 +14,7 @@ from commands import wait_for
 from hosts import ROOT, Cluster
 from machines import PATH
 
-from roxxel_dist.launcher.transport.client_sockets import _stuck, stuck_connection
+from roxxel_dist.launcher.transport.questions import _stuck, stuck_connection
 
 MAPPED = "0000000000000000FFFF0000"
 LINES = {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hosts import CONTROLLER, Cluster
 
-from roxxel_dist.launcher.host.lease import Lease
+from roxxel_dist.launcher.host.lease import HostLease
 from roxxel_dist.launcher.job.limits import Limits
 
 Until = Callable[[Callable[[], Any], str], None]
@@ -152,7 +152,7 @@ class Agents:
 
     def __init__(self) -> None:
         terms = {"limit": 60.0, "hosts": 3, "token": "t", "address": "127.0.0.1"}
-        self.leases = [Lease({**terms, "index": index}, LIMITS) for index in range(3)]
+        self.leases = [HostLease({**terms, "index": index}, LIMITS) for index in range(3)]
         (self.port,) = [lease.port for lease in self.leases if lease.port is not None]
         for lease in self.leases[1:]:
             lease.meet(self.port)
@@ -194,7 +194,7 @@ def test_an_old_question_or_that_of_a_stranger_holds_no_lease(agents: Agents) ->
     assert agents.check(0, 0, 0) == [False] * 3
     agents.now += LIMITS.fresh_s + 0.1
     assert agents.check(30, 0, 30) == [False] * 3
-    stranger = Lease({"limit": 60.0, "hosts": 3, "token": "other", "address": "127.0.0.1", "index": 1}, LIMITS)
+    stranger = HostLease({"limit": 60.0, "hosts": 3, "token": "other", "address": "127.0.0.1", "index": 1}, LIMITS)
     stranger.meet(agents.port)
     stranger.check(30, agents.now)
     assert agents.check(30, 0, 30) == [False] * 3
@@ -202,7 +202,7 @@ def test_an_old_question_or_that_of_a_stranger_holds_no_lease(agents: Agents) ->
 
 
 def test_the_only_host_has_a_lease_and_needs_no_answer() -> None:
-    lease = Lease({"limit": 60.0, "hosts": 1, "token": "t", "address": "127.0.0.1", "index": 0}, LIMITS)
+    lease = HostLease({"limit": 60.0, "hosts": 1, "token": "t", "address": "127.0.0.1", "index": 0}, LIMITS)
     assert (lease.fd, lease.port) == (None, None)
     for silent_s, holds in ((0.0, False), (LIMITS.orphan_s, True), (0.0, False)):
         lease.check(silent_s, 100.0)

@@ -1,6 +1,5 @@
 """`launch member`: hosts that were started one by one train together, and end as what started them expects."""
 
-import json
 import os
 import re
 import signal
@@ -21,7 +20,6 @@ from hosts import Cluster
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.kubernetes import node as node_file
 from roxxel_dist.launcher.backends.kubernetes.node import Node, NoFirstHostError, find_first, flags_from_environment
-from roxxel_dist.launcher.control.members import LOOK_S, Imported, MemberSources
 from roxxel_dist.launcher.job.spec import JobSpec
 
 Until = Callable[[Callable[[], Any], str], None]
@@ -149,70 +147,6 @@ def test_a_rank_that_dies_under_the_others_ends_them_too(members: Callable[[int]
     until(lambda: len(list(two.folder.glob("up.*"))) == 2, "the ranks")
     os.kill(two.rank(0), signal.SIGKILL)
     assert [code for code, _, _ in ends(launches)] == [137, 134]
-
-
-MINE = """
-import time, mine
-open("up." + mine.RANK, "w").close()
-time.sleep(100)
-"""
-OLD = {"beat": "1.1", "sources": {"__main__": {"checksum": "0", "rank": 1, "host": "h2", "path": "x"}}}
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("differs", ["program.py", "mine.py", "nothing"])
-def test_members_with_different_sources_do_not_go_on(
-    differs: str, members: Callable[[int], Members], tmp_path: Path, until: Until
-) -> None:
-    two = members(2)
-    (tmp_path / "program.py").write_text(MINE)
-    (tmp_path / "mine.py").write_text("import os\nRANK = os.environ['ROXXEL_PROCESS_ID']\n")
-    if differs != "nothing":
-        (tmp_path / "other").write_text((tmp_path / differs).read_text() + "# other\n")
-        two.hosts.bind("h2", tmp_path / "other", tmp_path / differs)
-    logs = tmp_path / "runs" / "run_mine" / "logs"
-    logs.mkdir(parents=True)
-    for rank in (0, 1):
-        (logs / f".code-0-{rank}.json").write_text(json.dumps(OLD))  # of a launch that is over
-    launches = two.start_all("--devices-per-proc", 1, "--grace", 1, "--", "python", "program.py")
-    if differs == "nothing":
-        until(lambda: len(list(tmp_path.glob("up.*"))) == 2, "both ranks")
-        until(lambda: all(path.stat().st_size > len(json.dumps(OLD)) for path in logs.glob(".code-*")), "two looks")
-        with pytest.raises(subprocess.TimeoutExpired):
-            launches[1].wait(3 * LOOK_S)
-        launches[1].terminate()
-    ((code, _, said),) = ends(launches[1:])
-    launches[0].terminate()  # as the system would that has started it
-    ends(launches[:1])
-    if differs == "nothing":
-        assert "runs another" not in said
-        assert not list(logs.glob(".code-*"))
-    else:
-        assert code == 69, said
-        assert f"rank 1 on host h2 runs another {tmp_path / differs} than rank 0 on host h1; all ranks must run" in said
-
-
-def test_the_last_look_finds_what_ended_the_ranks_of_the_first_host(tmp_path: Path) -> None:
-    jobs = [
-        JobSpec(command=("x",), nprocs=1, first_rank=rank, world=2, run_id="x", log_dir=tmp_path) for rank in (0, 1)
-    ]
-    first, second = [MemberSources(job, 0) for job in jobs]
-    assert second.check(0.0) is None  # nothing is known yet
-    for sources, rank in ((first, 0), (second, 1)):
-        sources.add("same", Imported("1", rank, f"h{rank}", "/same.py"))
-        sources.add("mine", Imported(str(rank), rank, f"h{rank}", "/mine.py"))
-    assert first.check(0.0) is None  # it looks at no other host
-    found = second.check(0.0)
-    assert found is not None
-    assert found.text == "rank 1 on host h1 runs another /mine.py than rank 0 on host h0"
-    assert second.check(LOOK_S / 2) is None  # not yet again
-    assert first.last_check() == second.last_check() == found
-    later = MemberSources(jobs[0], 0)
-    later.add("mine", Imported("0", 0, "h0", "/mine.py"))
-    assert later.last_check() is None  # the other file is of the launch before
-    second.close()
-    later.close()
-    assert not list(tmp_path.iterdir())
 
 
 STUCK = """

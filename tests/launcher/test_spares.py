@@ -15,7 +15,7 @@ import pytest
 from ranks import is_waiting_spare
 
 from roxxel_dist.cluster.free_memory import free_bytes
-from roxxel_dist.launcher.host.rank import Program, Rank
+from roxxel_dist.launcher.host.rank import Rank, RankCommand
 from roxxel_dist.launcher.host.spares import Spare, choose
 from roxxel_dist.launcher.host.worker import JOINING, imports_of
 from roxxel_dist.launcher.job.program import program_of
@@ -218,18 +218,18 @@ def test_what_a_spare_imports(command: tuple[str, ...], modules: tuple[str, ...]
 def test_a_spare_is_taken_for_the_variables_that_it_was_made_with_alone() -> None:
     def spare(number: int, *, ready: bool = True, **env: str) -> Spare:
         rank = Rank(number=number, tree=None, output=-1, pipe=-1)  # pyright: ignore[reportArgumentType] - no process
-        program = Program(("train",), {"ROXXEL_PROCESS_ID": str(number), **env})
+        program = RankCommand(("train",), {"ROXXEL_PROCESS_ID": str(number), **env})
         return Spare(rank=rank, program=program, orders=-1, ready=ready)
 
-    program = Program(["train"], {"ROXXEL_PROCESS_ID": "1", "ROXXEL_ATTEMPT": "2", "XLA_FLAGS": "a"})
+    program = RankCommand(["train"], {"ROXXEL_PROCESS_ID": "1", "ROXXEL_ATTEMPT": "2", "XLA_FLAGS": "a"})
     spares = [spare(0, XLA_FLAGS="a"), spare(1, XLA_FLAGS="a"), spare(2, XLA_FLAGS="b"), spare(3)]
     assert choose(spares, 1, program) is spares[1]
     assert choose(spares, 7, program) is spares[0]
     assert choose(spares[2:], 1, program) is None
-    more = Program(program.command, {**program.env, "PJRT_NPROC": "7"})  # the job has more ranks than before
+    more = RankCommand(program.command, {**program.env, "PJRT_NPROC": "7"})  # the job has more ranks than before
     assert choose(spares, 1, more) is spares[1]
     assert choose([spare(1, ready=False, XLA_FLAGS="a")], 1, program) is None
-    assert choose(spares, 1, Program(["train", "--lr"], program.env)) is None
+    assert choose(spares, 1, RankCommand(["train", "--lr"], program.env)) is None
     assert 0 < free_bytes() <= psutil.virtual_memory().total
 
 

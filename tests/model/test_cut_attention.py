@@ -7,7 +7,7 @@ from cudnn_by_xla import cudnn_by_xla
 from dense_attention import dense_attention
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
-from roxxel_dist.cluster.traced_flops import traced_flops
+from roxxel_dist.devices.traced_flops import traced_flops
 from roxxel_dist.model.attention_kernels import Labels, Scores
 from roxxel_dist.model.cut_attention import Cut, cut_attention
 

@@ -15,8 +15,8 @@ from own_model import Attending
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
-from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.data.packing import Packed
+from roxxel_dist.devices.traced_flops import traced_flops
 from roxxel_dist.model import cross_entropy as entropy
 from roxxel_dist.model import loss as loss_module
 from roxxel_dist.model.config import ModelConfig

@@ -8,8 +8,8 @@ from flax import nnx
 from models import transformer
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.data.packing import Packed
+from roxxel_dist.devices.traced_flops import traced_flops
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.split import split_module

@@ -109,9 +109,14 @@ def test_settings_that_no_request_is_made_with(server, monkeypatch):
         ObjectStore.open(server.url())
     with (
         server.environment(AWS_PROFILE="none"),
-        pytest.raises(StoreDeniedError, match="AWS_PROFILE is 'none', and neither"),
+        pytest.raises(StoreDeniedError, match=r"AWS_PROFILE is 'none', and ~/\.aws has no profile"),
     ):
         ObjectStore.open(server.url())
+    with monkeypatch.context() as without, server.environment(AWS_PROFILE="mine"):
+        without.setitem(sys.modules, "botocore.session", None)
+        needed = f"AWS_PROFILE is 'mine', and boto3, which reads profiles, is not installed: {pip_install('aws')}"
+        with pytest.raises(StoreDeniedError, match=re.escape(needed)):
+            ObjectStore.open(server.url())
     keys = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true", "HOME": "/none"}
     with server.environment(**keys), pytest.raises(StoreDeniedError, match="no credentials: set AWS_ACCESS_KEY_ID"):
         ObjectStore.open(server.url())
@@ -139,6 +144,26 @@ def test_credentials_of_a_profile(server, tmp_path, how):
         store = ObjectStore.open(server.url("profile"))
         store.write(how, b"1")
         assert store.read(how) == b"1"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[mine]\naws_access_key_id", r"credentials is not a file of AWS profiles \(ConfigParseError\): repair it"),
+        ("[mine]\ncredential_process = false", r"AWS profile 'mine' gives no credentials \(CredentialRetrievalError\)"),
+        (
+            "[mine]\nregion = x",
+            r"AWS profile 'mine' gives no credentials \(ValueError\): `aws sts get-caller-identity`",
+        ),
+    ],
+)
+def test_a_profile_without_credentials(server, tmp_path, text, said):
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "credentials").write_text(text)
+    variables = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true"}
+    environment = server.environment(**variables, AWS_PROFILE="mine", HOME=str(tmp_path))
+    with environment, pytest.raises(StoreDeniedError, match=said):
+        ObjectStore.open(server.url("profile"))
 
 
 def test_exit_codes_of_a_command(server, tmp_path, capsys):

@@ -11,9 +11,9 @@ import pytest
 from commands import environment
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.targets import GPUS, TPUS, gpu_config, is_too_large, memory_in, parse_target
+from roxxel_dist.devices.accelerators import accelerator
+from roxxel_dist.devices.targets import GPUS, TPUS, gpu_config, is_too_large, memory_in, parse_target
 from roxxel_dist.run.estimate.estimate import EstimateRequest
 
 TPU_PYTHON = Path(__file__).parents[2] / ".cache" / "tpu" / "bin" / "python"
@@ -102,7 +102,7 @@ def test_one_process_compiles(work, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e:2x2", "tpu]"), ("h100:1x8", "cuda12]")])
 def test_without_the_compiler_there_is_the_line_that_installs_it(name, extra, work, capsys, monkeypatch):
-    monkeypatch.setattr("roxxel_dist.cluster.targets.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("roxxel_dist.devices.targets.importlib.util.find_spec", lambda name: None)
     assert main([*WORDS, "--target", name]) == 69
     told = capsys.readouterr()
     assert "pip install" in told.err
@@ -199,7 +199,7 @@ def test_a_tpu_slice(work):
 
 CUT_ROW = """
 import os, sys
-from roxxel_dist.cluster.targets import parse_target
+from roxxel_dist.devices.targets import parse_target
 target = parse_target("v5e:2x4")
 os.environ.update(target.environment())
 import jax, jax.numpy as jnp
@@ -302,7 +302,7 @@ def test_kinds_of_tpu_are_those_that_libtpu_names():
 
 DEVICES = """
 import os, sys
-from roxxel_dist.cluster.targets import parse_target
+from roxxel_dist.devices.targets import parse_target
 target = parse_target(sys.argv[1])
 os.environ.update(target.environment())
 devices = target.devices()

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
-from roxxel_dist.cluster.program_cost import Kernel, ProgramCost, program_cost
 from roxxel_dist.cluster.step_parts import PARTS
 from roxxel_dist.cluster.xla_flags import RUN_ONCE
+from roxxel_dist.devices.program_cost import Kernel, ProgramCost, program_cost
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder

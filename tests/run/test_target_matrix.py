@@ -127,7 +127,7 @@ def called(work, target, compiler, function, *args):
     """What a function of `compiled_programs` returns, by its fields, in the process of a compiler."""
     program = (
         "import sys, json, dataclasses, compiled_programs\n"
-        "from roxxel_dist.cluster.targets import parse_target\n"
+        "from roxxel_dist.devices.targets import parse_target\n"
         "from roxxel_dist.run.estimate.target_process import call_for_target\n"
         "name, function, args = json.loads(sys.argv[1])\n"
         "found = call_for_target(parse_target(name), getattr(compiled_programs, function), *args)\n"

@@ -9,6 +9,7 @@ import yaml
 
 from roxxel_dist import Config
 from roxxel_dist.cli.arguments import parse_train
+from roxxel_dist.cluster.durable import FormatError
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.settings.config import COMPONENTS, FIELD_TYPES
@@ -335,3 +336,14 @@ def test_a_true_or_false_field_needs_no_value():
     _, config = parse_train(["--fsdp", "--bf16_compute", "False", "--no_sink", "--lr", "3e-4"])
     assert (config.fsdp, config.bf16_compute, config.no_sink, config.lr) == (True, False, True, 3e-4)
     assert config.given == {"fsdp", "bf16_compute", "no_sink", "lr"}
+
+
+@pytest.mark.parametrize("written", [{}, {"format": 0}, {"format": 2}])
+def test_the_config_of_a_run_of_another_format_is_refused(tmp_path, written):
+    Config().save_yaml(tmp_path / "config.yaml", {"seed": 1})
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert saved["record"] == {"format": 1, "seed": 1}
+    Config.from_yaml(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**saved, "record": {"seed": 1, **written}}))
+    with pytest.raises(FormatError, match=r"config\.yaml: (no )?format.*, and this version reads format 1: it was"):
+        Config.from_yaml(tmp_path / "config.yaml")

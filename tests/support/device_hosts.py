@@ -43,7 +43,7 @@ if "device_check" in " ".join(sys.orig_argv):
         sys.exit("no driver here")
     if os.environ.get("TEST_QUICK"):
         from dataclasses import replace
-        from roxxel_dist.cluster import device_check
+        from roxxel_dist.devices import device_check
         device_check.OF_CPU = replace(device_check.OF_CPU, size=64, stretch=1, seconds=0.05)
 """
 SLOW_CPUS = 0.1

@@ -23,6 +23,7 @@ RANKS = [
     ["data"],
     ["launcher"],
     ["objects"],
+    ["devices"],
     ["cluster"],
     ["utils"],
 ]
@@ -71,7 +72,7 @@ LAUNCHER_NEEDS = {f"roxxel_dist.cluster.{name}" for name in OF_CLUSTER}
 # A rank joins the others before the user's program begins.
 IN_A_RANK = ("roxxel_dist.launcher.host.worker", "roxxel_dist.cluster.distributed")
 # A program of its own on a host.
-ON_A_HOST = ("roxxel_dist.launcher.host.host_checks", "roxxel_dist.cluster.device_check")
+ON_A_HOST = ("roxxel_dist.launcher.host.host_checks", "roxxel_dist.devices.device_check")
 # They know the address of an object from a folder; others ask `place/run_place.py` of a run, `names_objects` of data.
 ASK_IS_URL = {
     "roxxel_dist.objects.url",

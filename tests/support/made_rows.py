@@ -9,7 +9,7 @@ def made_run(path, steps=20, **more):
     path.mkdir(parents=True, exist_ok=True)
     fields = {"dim": 32, "lr": 0.001} | more
     lines = [f"{name}: {value}\n" for name, value in fields.items()]
-    (path / "config.yaml").write_text("".join(lines) + "record: {data_path: data/here}\n")
+    (path / "config.yaml").write_text("".join(lines) + "record: {format: 1, data_path: data/here}\n")
     add(path, range(1, steps + 1))
     return path
 

@@ -93,7 +93,7 @@ def every_kind(path: Path, count: int = 12) -> Path:
     path.mkdir()
     (path / "study.yaml").write_text(yaml.safe_dump({"method": "random", "parameters": space}))
     about = {"seed": 0, "metric": "val_loss", "goal": "minimize", "method": "random"}
-    events: list[dict[str, Any]] = [{"event": "study", "time": 0.0, "version": 1, **about}]
+    events: list[dict[str, Any]] = [{"event": "study", "time": 0.0, "format": 1, **about}]
     for number in range(count):
         params = {name: given[number % len(given)] for name, given in {**EVERY_KIND, "lr": RATES}.items()}
         value = 1e30 if number == 7 else 2.0 + number / 10

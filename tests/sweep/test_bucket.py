@@ -119,24 +119,6 @@ def test_lines_come_in_their_order_in_one_object(store):
         read_journal(store)
 
 
-def test_a_journal_in_parts_becomes_one_object(store):
-    """As earlier versions wrote it: parts in their order, and a larger one of some of them."""
-    lines = [json.dumps({"n": n}).encode() + b"\n" for n in range(5)]
-    for name, data in {"1": lines[:1], "2": lines[1:2], "1-3": lines[:3], "4": lines[3:4]}.items():
-        first, _, last = name.partition("-")
-        store.write(f"journal/{int(first):09d}{f'-{int(last):09d}' if last else ''}.jsonl", b"".join(data))
-    store.write("journal/000000006.jsonl", lines[4])
-    with pytest.raises(ValueError, match=r"journal/000000005\.jsonl is missing"):
-        read_journal(store)
-    store.delete(["journal/000000006.jsonl"])
-    stored = read_journal(store)
-    assert stored.data == b"".join(lines[:4])
-    with Lease.take(store, "study.lease", "test") as held, JournalWriter(store, stored, held) as writer:
-        writer.add(lines[4], soon=True, wait=False)
-    assert read_journal(store).data == b"".join(lines)
-    assert not store.list("journal")
-
-
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_of_two_drivers_that_believe_to_be_alone_one_ends(store, is_begun):
     if is_begun:

@@ -74,12 +74,6 @@ def start(tmp_path, monkeypatch, capsys):
             "metric: val_loss/a is the validation of the data set 'a', and `validation` names code",
         ),
         (LR + "controller: {type: cloud}", "", "", "controller: "),
-        (
-            LR + "early_terminate: {type: freeze_thaw}",
-            "",
-            "",
-            "early_terminate.type: freeze_thaw was removed: use {type",
-        ),
         (LR + "early_terminate: {type: asha, min_iter: 1, steps: 3}", "", "", "early_terminate.steps: there is no"),
         (LR + "early_terminate: {type: asha, min_iter: 1, max_iter: 9, s: 2}", "", "", "min_iter and max_iter"),
         (LR + "early_terminate: {type: hyperband, min_iter: 1, eta: 1}", "", "", "early_terminate.eta: 1"),
@@ -171,11 +165,6 @@ def test_a_value_that_is_given_twice_is_one_point_and_twice_as_likely():
 def test_a_study_that_has_ignored_keys_can_still_be_read(tmp_path):
     (tmp_path / "s.yaml").write_text(LR + LR + "metric: {name: val_loss, target: 1}\n")
     assert read_sweep(tmp_path / "s.yaml", strict=False).metric == "val_loss"
-
-
-def test_a_study_whose_scheduler_was_removed_can_still_be_read(tmp_path):
-    (tmp_path / "s.yaml").write_text(LR + "early_terminate: {type: freeze_thaw}\n")
-    assert read_sweep(tmp_path / "s.yaml", strict=False).early_terminate == {"type": "freeze_thaw"}
 
 
 BEGIN = """

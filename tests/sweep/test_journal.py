@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from roxxel_dist.cluster.durable import FormatError
 from roxxel_dist.sweep.study.journal import History, Journal, read_history
 
-STUDY = {"event": "study", "metric": "val_loss", "goal": "minimize", "method": "random", "seed": 3, "driver": {}}
+STUDY = {
+    "event": "study",
+    "metric": "val_loss",
+    "goal": "minimize",
+    "method": "random",
+    "seed": 3,
+    "driver": {},
+    "format": 1,
+}
 
 
 def ask(trial, **params):
@@ -122,24 +131,25 @@ def test_damage_before_the_end_is_an_error(tmp_path, line, said):
         pass
 
 
-def test_a_journal_of_a_later_version_is_named_and_of_the_first_read(tmp_path):
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (
+            {},
+            r"line 2: no format, and this version reads format 1: it was written by an earlier version of roxxel-dist",
+        ),
+        ({"format": 2}, r"line 2: format 2, and .* by a newer version of roxxel-dist, which reads it: update"),
+    ],
+)
+def test_a_journal_of_another_format_is_refused(tmp_path, written, said):
     path = tmp_path / "journal.jsonl"
     path.write_text(json.dumps({**STUDY, "time": 1.0}) + "\n")
     assert read_history(tmp_path).metric == "val_loss"
-    path.write_text(path.read_text() + json.dumps({**STUDY, "time": 2.0, "version": 3}) + "\n")
-    newer = (
-        r"journal\.jsonl, line 2: journal of a newer version: it has no other keys, this version reads up to 2; update"
-    )
-    with pytest.raises(ValueError, match=newer):
-        read_history(tmp_path)
-    events = [{**STUDY, "version": 3, "host": "h1"}, {**ask(0), "of": 7}, {"event": "pause", "trial": 0, "until": 3}]
-    path.write_text("".join(json.dumps({"time": 1.0, **event}) + "\n" for event in events))
-    with pytest.raises(
-        ValueError, match=r"line 1: .* it has the keys study\.host, ask\.of, pause\.until, this version"
-    ):
-        read_history(tmp_path)
-    with pytest.raises(ValueError, match="update roxxel-dist"):
-        Journal(tmp_path, quiet).__enter__()
+    other = {name: value for name, value in STUDY.items() if name != "format"} | written
+    path.write_text(path.read_text() + json.dumps({**other, "time": 2.0}) + "\n")
+    for read in (lambda: read_history(tmp_path), lambda: Journal(tmp_path, quiet).__enter__()):
+        with pytest.raises(FormatError, match=rf"journal\.jsonl, {said}"):
+            read()
 
 
 def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch):

@@ -73,17 +73,6 @@ def test_the_hours_of_a_search_count_over_starts(study):
     assert study.ends() == [0]
 
 
-def test_a_paused_trial_that_an_earlier_version_ended_for_its_checkpoints_has_a_result(study):
-    """Its driver wrote why the trial ends, and was killed before the result."""
-    study.run(trial_bodies.sliced, count=1, max_steps_total=2)
-    with (study.path / "journal.jsonl").open("a") as journal:
-        stop = {"event": "stop", "trial": 0, "step": 2, "value": 1.0, "rule": "keep_gb", "reason": "too much"}
-        journal.write(json.dumps({**stop, "time": time.time()}) + "\n")
-    assert study.run(trial_bodies.sliced, count=1).code == 0
-    assert [event["stopped"] for event in study.of("result")] == ["keep_gb"]
-    assert study.of("thaw") == []
-
-
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_paused_and_thawed_trial_is_equal_to_the_bit(study):

@@ -12,8 +12,7 @@ from trials import program, split, task
 
 from roxxel_dist.sweep.trial import trial as trial_module
 from roxxel_dist.sweep.trial.program import command_of, expand
-from roxxel_dist.sweep.trial.run_file import BLOCK, PIECE, WandbFile
-from roxxel_dist.sweep.trial.tail import WandbTail
+from roxxel_dist.sweep.trial.tail import BLOCK, PIECE, WandbFile, WandbTail
 from roxxel_dist.sweep.trial.trial import run
 
 PARAMS = {"lr": 0.001, "deep": True, "wide": False, "name": "a b", "nested": {"a": 1}}

@@ -22,6 +22,7 @@ from roxxel_dist import Checkpointer, Phase
 from roxxel_dist.checkpoint.digests import DigestTable, digest
 from roxxel_dist.checkpoint.metadata import CheckpointRef, ResumeSpec
 from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from roxxel_dist.cluster.durable import FormatError
 
 SEEDS = 15
 LAST = 13
@@ -144,23 +145,22 @@ def test_damages_of_large_files(large, tmp_path_factory):
     assert np.array_equal(store.restore(3, state)["params"]["b"], np.asarray(state["params"]["b"]) + 3)
 
 
-def test_a_table_of_before_proves_the_same(large):
-    """It says where in a file each block lies, and its digests of such files are of what lies between."""
-    folder, store, state = large
-    saved, path = json.loads((folder / "2" / "digests.json").read_text()), file_of_arrays(folder, 2)
-    name = str(path.relative_to(folder / "2"))
-    for array, blocks in saved["blocks"].items():
-        for block in blocks:
-            block.extend([name, 0, 1 << 21] if array == "params/a" else ["", 0, 0])
-    saved["files"][name][1] = "0" * 32
-    text = json.dumps({**saved, "version": 1, "digest": None}).removesuffix(', "digest": null}')
-    (folder / "2" / "digests.json").write_text(f'{text}, "digest": "{digest((text + "}").encode())}"}}')
+@pytest.mark.parametrize("file", ["meta.json", "digests.json"])
+def test_a_checkpoint_of_another_format_is_refused_and_stays(large, file):
+    """It is not damaged: it is not renamed, and no older one takes its place."""
+    folder, store, _ = large
+    meta = json.loads((folder / "3" / "meta.json").read_text())
+    table = json.loads((folder / "3" / "digests.json").read_text())
+    del (meta if file == "meta.json" else table)["format"]
+    (folder / "3" / "meta.json").write_text(json.dumps(meta))
+    table["meta"] = [digest((folder / "3" / "meta.json").read_bytes())]
+    text = json.dumps({**table, "digest": None}).removesuffix(', "digest": null}')
+    (folder / "3" / "digests.json").write_text(f'{text}, "digest": "{digest((text + "}").encode())}"}}')
     store.refresh()
-    store.check(2)
-    assert np.array_equal(store.restore(2, state)["params"]["a"], np.asarray(state["params"]["a"]) + 2)
-    damage(folder, 2, "flip", 0)
-    with pytest.raises(DamagedCheckpoint):
-        store.check(2)
+    for read in (store.check, store.meta):
+        with pytest.raises(FormatError, match=rf"3/{file}: no format, and .* an earlier version of roxxel-dist"):
+            read(3)
+    assert (folder / "3").is_dir()
 
 
 FLIPPER = """

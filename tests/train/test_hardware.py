@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from roxxel_dist.cluster.accelerators import peak_flops
+from roxxel_dist.devices.accelerators import peak_flops
 from roxxel_dist.train.step.throughput import mfu, peak_memory_gb, peak_rss_bytes
 
 KINDS = {

@@ -11,8 +11,8 @@ from models import transformer, with_numbers
 from runs import Bigram
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, row_axes, row_shards, scalars_on
-from roxxel_dist.cluster.program_cost import program_cost
 from roxxel_dist.data.packing import Packed
+from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import auto_chunks, next_token_loss, token_losses
 from roxxel_dist.train.step import local_sums

@@ -11,8 +11,8 @@ from models import transformer, with_numbers
 from own_model import Attending
 
 from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
-from roxxel_dist.cluster.program_cost import program_cost
 from roxxel_dist.data.packing import Packed
+from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig

@@ -13,7 +13,7 @@ import yaml
 from corpora import write_corpus
 
 from roxxel_dist import Config, Curriculum, Phase, Roxxel
-from roxxel_dist.checkpoint.metadata import RESUME_LATEST, CheckpointMetadata, CheckpointRef, ResumeSpec
+from roxxel_dist.checkpoint.metadata import RESUME_LATEST, CheckpointMetadata, CheckpointRef, MetaFile, ResumeSpec
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.run.anneal import make_decay_branch
 from roxxel_dist.settings.training import LoopOptions, OptimizerConfig
@@ -78,7 +78,7 @@ def branch_of(saved, folder, decay_steps):
     """The phases and the schedule of a decay branch of 6 steps."""
     checkpoint = folder / "run" / "checkpoints" / str(STEP)
     checkpoint.mkdir(parents=True)
-    (checkpoint / "meta.json").write_text(json.dumps({"shapes": {}, "meta": saved.to_dict(), "val_loss": None}))
+    (checkpoint / "meta.json").write_text(MetaFile({}, saved.to_dict(), None).to_json())
     (folder / "run" / "config.yaml").write_text(yaml.safe_dump({"phases": None}))
     config = Config(lr_schedule="wsd", decay_steps=decay_steps)
     make_decay_branch(config, CheckpointRef(folder / "run", STEP))
@@ -129,7 +129,7 @@ def test_the_rate_of_each_step(data, tmp_path, monkeypatch, way, kind, scaling):
             optimizer = optimizer_of(lr_schedule=now, lr_scaling=scaling, decay_steps=6)
             start = forked(data, optimizer, phases, saved, monkeypatch)
     assert start.step == STEP
-    schedule = resume.LrSchedule.from_dict(start.metadata.schedule, scaling)
+    schedule = resume.LrSchedule.from_dict(start.metadata.schedule)
     total = start.plan.total_steps
     found = [schedule.rate(step, start.plan.shape_at(step)) for step in range(STEP, total)]
     expected = [formula(now, phases, scaling, 136, step, decay=decay) for step in range(STEP, total)]
@@ -186,15 +186,6 @@ def test_batch_tokens_that_a_program_gives_are_taken(data):
     start = begin(data, given, TRUNK, saved)
     assert start.metadata.schedule["settings"]["batch_tokens"] == 272
     assert "of a batch of 136 tokens before, of a batch of 272 tokens now" in start.notes[-1]
-
-
-def test_a_checkpoint_of_an_earlier_version_keeps_its_batch(data):
-    """It does not say how its rate was scaled."""
-    fields = {"lr_schedule": "constant", "lr_scaling": "sqrt"}
-    saved = checkpoint_of(data, optimizer_of(**fields))
-    saved = replace(saved, schedule={name: saved.schedule[name] for name in ("kind", "settings")})
-    start = begin(data, optimizer_of(**fields), LARGER, saved, amend=True)
-    assert start.metadata.schedule["settings"]["batch_tokens"] == 136
 
 
 def test_a_warm_up_longer_than_the_phases_of_a_fork_is_explained(data, monkeypatch):

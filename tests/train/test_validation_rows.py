@@ -72,7 +72,6 @@ def test_the_best_of_other_rows_is_not_compared():
     assert stopping == EarlyStopping(best_loss=2.0, evals_since_best=1, rows="a")
     assert stopping.on_rows("a") == stopping
     assert stopping.on_rows("b").after(5.0) == EarlyStopping(best_loss=5.0, rows="b")
-    assert EarlyStopping(best_loss=2.0).on_rows("a").best_loss == 2.0  # of an earlier version
 
 
 def losses(path):

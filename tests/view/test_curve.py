@@ -15,9 +15,8 @@ from roxxel_dist.cli import main
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.view import run as run_file
-from roxxel_dist.view.chart import chart
 from roxxel_dist.view.curve import MOST, Curve, Curves, curve_of, points_of, reduced
-from roxxel_dist.view.frame import Look, frame
+from roxxel_dist.view.frame import Look, chart, frame
 from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.tail import Tail
 from roxxel_dist.view.web.sections import LISTED_BUCKETS, columns, sections

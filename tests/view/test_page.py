@@ -273,7 +273,7 @@ def test_axes_follow_the_study(browser, tmp_path):
     )
     about = {"seed": 0, "metric": metric, "goal": "maximize", "method": "random"}
     space = sweep_of({"method": "random", "parameters": {name: spec for name, (spec, _) in AXES.items()}}).space
-    events = [{"event": "study", "time": 0.0, "version": 1, **about}]
+    events = [{"event": "study", "time": 0.0, "format": 1, **about}]
     for number in range(40):
         point = [noise.random() for _ in AXES]
         params = space.point(point)

@@ -419,7 +419,7 @@ def test_what_adapters_stand_on_is_not_replaced(made, tmp_path):
     export_run(made, "hf", base)
     tuned = make_run(tmp_path / "tuned", num_blocks=1, use_lora=True, lora_rank=2, init_from=str(base))
     with (tuned / "config.yaml").open("a") as file:
-        yaml.safe_dump({RECORD: {INITIALIZED_FROM: BaseModelRef(base, 0, str(base)).to_dict()}}, file)
+        yaml.safe_dump({RECORD: {"format": 1, INITIALIZED_FROM: BaseModelRef(base, 0, str(base)).to_dict()}}, file)
     with pytest.raises(ValueError, match="holds the run, or the base of its adapters"):
         export_run(tuned, "msgpack", base, overwrite=True)
     assert (base / "model.safetensors").exists()

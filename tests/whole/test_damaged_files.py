@@ -13,7 +13,7 @@ SMALL = (
 )
 DAMAGE = {
     "empty": b"", "list": b"[]", "object": b"{}", "binary": b"\xff\xfe\x00\x01",
-    "types": b'{"step": "x", "last_step": [], "settings": 3, "event": "new", "version": "y", "shapes": 3, "meta": []}',
+    "types": b'{"step": "x", "last_step": [], "settings": 3, "event": "new", "format": "y", "shapes": 3, "meta": []}',
 }  # fmt: skip
 RUN = [
     ["report", "run"], ["batch", "run", "--step", "1"], ["verify", "run"], ["compare", "run", "run"],

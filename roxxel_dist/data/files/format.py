@@ -69,7 +69,7 @@ class Metadata:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ShardLayout:
     """The byte offsets of the parts of one file, and the checksums in its footer."""
 
     metadata: Metadata
@@ -111,7 +111,7 @@ def chain_of(previous: str, metadata: Metadata, dtype: np.dtype, ends_checksum: 
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def pack_end(layout: Layout) -> bytes:
+def pack_end(layout: ShardLayout) -> bytes:
     """The metadata and the footer of a file."""
     meta = json.dumps(layout.metadata.to_dict(), sort_keys=True, separators=(",", ":")).encode("ascii")
     numbers = FOOTER.pack(
@@ -131,7 +131,7 @@ def pack_end(layout: Layout) -> bytes:
     return meta + numbers + struct.pack("<Q", checksum(meta + numbers)) + MAGIC
 
 
-def parse(path: object, data: bytes | memoryview) -> Layout:
+def parse(path: object, data: bytes | memoryview) -> ShardLayout:
     """Read and check the header, the metadata and the footer of a whole file in memory (a mapped one: O(1)).
 
     Raises:
@@ -144,7 +144,7 @@ def parse(path: object, data: bytes | memoryview) -> Layout:
     return layout
 
 
-def parse_end(path: object, size: int, end: bytes | memoryview) -> Layout:
+def parse_end(path: object, size: int, end: bytes | memoryview) -> ShardLayout:
     """Read and check the metadata and the footer of a file of `size` bytes, from its last ones, `end`.
 
     Raises:
@@ -191,7 +191,7 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> Layout:
         raise UserError(f"{path}: the metadata is not what ROXXEL03 has ({error}). {REPLACE}") from error
     if (metadata.tokens, metadata.documents) != (tokens, documents):
         raise UserError(f"{path}: the metadata and the footer disagree about tokens or documents. {REPLACE}")
-    return Layout(
+    return ShardLayout(
         metadata=metadata,
         dtype=dtype,
         block_size=block_size,

@@ -12,8 +12,8 @@ import xxhash
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.format import (
     HEADER_BYTES,
-    Layout,
     Metadata,
+    ShardLayout,
     block_count,
     chain_of,
     checksum,
@@ -49,7 +49,7 @@ class Shard:
     offset: ClassVar[int] = HEADER_BYTES
     """The byte offset of the tokens in the file."""
     path: Path | ObjectUrl
-    layout: Layout
+    layout: ShardLayout
     tokens: np.ndarray
     """The tokens, separators included: read-only [tokens] in the file's dtype."""
     document_ends: np.ndarray
@@ -180,7 +180,7 @@ class Shard:
         return describe_damage(self.path, self.layout, self.document_ends, damaged)
 
 
-def describe_damage(path: object, layout: Layout, ends: np.ndarray, damaged: list[int]) -> str:
+def describe_damage(path: object, layout: ShardLayout, ends: np.ndarray, damaged: list[int]) -> str:
     """A message about the first damaged block of a shard: its tokens and its documents."""
     size, width = layout.block_size, layout.dtype.itemsize
     first = damaged[0] * size // width
@@ -284,7 +284,7 @@ class ShardWriter:
             counted_bytes=self._counted_bytes if self._text_bytes else None,
         )
         chain = chain_of(after.chain if after else "", metadata, dtype, ends_checksum, sums_checksum)
-        layout = Layout(
+        layout = ShardLayout(
             metadata=replace(metadata, chain=chain),
             dtype=dtype,
             block_size=self.settings.block_size,

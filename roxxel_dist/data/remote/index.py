@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.files.format import FOOTER, HEADER_BYTES, Layout, checksum, npy_header, parse_end
+from roxxel_dist.data.files.format import FOOTER, HEADER_BYTES, ShardLayout, checksum, npy_header, parse_end
 from roxxel_dist.data.files.shard import check_ends
 from roxxel_dist.data.files.writer import BUILD_FILE
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE
@@ -57,7 +57,7 @@ class ShardEntry:
     cuts: tuple[tuple[int, int, int], ...] = ()
     """(token, document ends at or before it, the last of them or 0) for the cuts of usual shares."""
 
-    def layout(self, where: object) -> Layout:
+    def layout(self, where: object) -> ShardLayout:
         """The offsets of its parts. Raises ValueError, naming `where`, if the end is damaged."""
         return parse_end(where, self.size, self.end)
 

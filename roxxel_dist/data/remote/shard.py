@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.files.format import HEADER_BYTES, Layout
+from roxxel_dist.data.files.format import HEADER_BYTES, ShardLayout
 from roxxel_dist.data.files.shard import DamagedData, Shard
 from roxxel_dist.data.remote.index import TABLE_NUMBERS, ShardEntry
 from roxxel_dist.objects.url import ObjectUrl
@@ -49,7 +49,7 @@ class Chunks:
     Without an index, which has a digest for each part, a table is one chunk.
     """
 
-    layout: Layout
+    layout: ShardLayout
     size: int
     """Bytes of a chunk of tokens, whole blocks."""
     numbers: int
@@ -62,7 +62,7 @@ class Chunks:
     """Chunks of the checksums."""
 
     @classmethod
-    def of(cls, layout: Layout, *, has_index: bool) -> "Chunks":
+    def of(cls, layout: ShardLayout, *, has_index: bool) -> "Chunks":
         """The chunks of a shard with this layout."""
         size = max(1, CHUNK_BYTES // layout.block_size) * layout.block_size
         tokens = -(-layout.metadata.tokens * layout.dtype.itemsize // size)
@@ -183,7 +183,7 @@ class RemoteShard(Shard):
 
     @classmethod
     def opened(
-        cls, url: ObjectUrl, entry: ShardEntry, layout: Layout, number: int, fetcher: ChunkSource
+        cls, url: ObjectUrl, entry: ShardEntry, layout: ShardLayout, number: int, fetcher: ChunkSource
     ) -> "RemoteShard":
         """The shard of an entry with this layout."""
         none: Any = np.empty(0, np.uint8)

@@ -6,7 +6,7 @@ import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import NoShardsError
-from roxxel_dist.data.files.format import HEADER_BYTES, Layout, block_count, chain_of, checksum, npy_header
+from roxxel_dist.data.files.format import HEADER_BYTES, ShardLayout, block_count, chain_of, checksum, npy_header
 from roxxel_dist.data.files.shard import check_ends, describe_damage
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.index import INDEX, ShardEntry, digests, unpack
@@ -56,7 +56,7 @@ def verify_objects(url: str, progress: Progress, config: RemoteConfig | None = N
     return lines, f"{len(entries)} shards, {tokens:,} tokens: complete"
 
 
-def _verify(store: ObjectStore, entry: ShardEntry, layout: Layout, where: ObjectUrl) -> Iterator[int]:
+def _verify(store: ObjectStore, entry: ShardEntry, layout: ShardLayout, where: ObjectUrl) -> Iterator[int]:
     """Verify one shard; yields the number of bytes read. Raises ValueError for damage."""
     cure, size = "Copy the object again from its source", layout.metadata.tokens * layout.dtype.itemsize
     blocks = block_count(size, layout.block_size)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.cluster.stop_requests import AGAIN, in_batch_job, kills
-from roxxel_dist.launcher.control.members import Imported, MemberHangs, MemberSources
+from roxxel_dist.launcher.control.members import MemberHangs
 from roxxel_dist.launcher.control.membership import Membership
 from roxxel_dist.launcher.control.record import RankProcess
 from roxxel_dist.launcher.control.recorder import JobRecorder
@@ -23,7 +23,15 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.policy.hang import Hang, HangDetector, StepTimes
-from roxxel_dist.launcher.policy.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
+from roxxel_dist.launcher.policy.outcome import (
+    AttemptResult,
+    CodeDiffers,
+    HostLost,
+    Imported,
+    LateRank,
+    RankExit,
+    is_drain,
+)
 from roxxel_dist.launcher.transport.pool import HostConnection, HostPool
 
 AFTER_DUMP_S = 0.1
@@ -102,8 +110,6 @@ class Attempt:
     _running: dict[int, RankProcess] = field(default_factory=dict)
     members: MemberHangs | None = None
     """Where other hosts have launchers of their own."""
-    member_sources: MemberSources | None = None
-    """Likewise."""
     _silent_since: float | None = None
     """Since when no host has sent anything; None while any does."""
     _looked: float = 0.0
@@ -133,8 +139,6 @@ class Attempt:
                     for number in self.signals.take():
                         self._on_signal(number)
             self._on_clock(time.monotonic())
-        if self.member_sources is not None:
-            self._end_member_sources(self.member_sources)
         return self._result
 
     def _on_event(self, host: HostConnection, event: Message | HostLost | str) -> None:
@@ -210,8 +214,6 @@ class Attempt:
         for rank, name, path, checksum in files:
             source = Imported(checksum, rank, host.host, path)
             first = self._code.setdefault(name, source)
-            if first is source and self.member_sources is not None and self._is_starting:
-                self.member_sources.add(name, source)
             if first.checksum == checksum or self._is_ending():
                 continue
             differs = source.difference(first)
@@ -229,21 +231,6 @@ class Attempt:
         fix = "all ranks must run the same code: let a change of it end, or bring it to all hosts"
         self._result.differs = replace(differs, text=f"{differs.text}; {fix}")
         self._kill()
-
-    def _check_member_sources(self, sources: MemberSources, now: float) -> None:
-        """While ranks start, on whichever host: those of others may be slow to come to their first step."""
-        if now - self._begun <= START_S and not self._is_ending() and (differs := sources.check(now)) is not None:
-            self._refuse(differs)
-
-    def _end_member_sources(self, sources: MemberSources) -> None:
-        """The launcher of another host may have ended its ranks, and by that those of this one."""
-        result = self._result
-        failed = any(end.code not in OK_CODES for end in self._exits)
-        known = result.hang is not None or result.requested is not None or result.differs is not None
-        if failed and not known and (differs := sources.last_check()) is not None:
-            self._refuse(differs)
-        if result.differs is None:  # else the others are to find it
-            sources.close()
 
     def _on_exit(self, end: RankExit) -> None:
         result = self._result
@@ -323,8 +310,6 @@ class Attempt:
         ranks = tuple(process for _, process in sorted(self._running.items()))
         state = "running" if self._result.requested is None else "stopping"
         self.recorder.update(step=self._result.reached, ranks=ranks, state=state)
-        if self.member_sources is not None:
-            self._check_member_sources(self.member_sources, now)
         for note in self.membership.notes() if self.membership is not None else ():
             self.console.info(note)
         self._change_hosts(joins_too=not self.job.grow_at_checkpoint)

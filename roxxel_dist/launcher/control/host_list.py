@@ -1,24 +1,19 @@
 """A list of hosts that is read again and again: a file, or what a command prints (--hosts-from)."""
 
-import contextlib
 import os
 import re
-import selectors
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.host.process_tree import die_with_parent
+from roxxel_dist.launcher.host.command import Command
 
 COMMAND_S = 30.0
 """Seconds that a command has for its list."""
 MOST = 1 << 20
 """Bytes of a list."""
-POLL_S = 0.1
 PROGRAMS = (b"#!", b"\x7fELF")
 """How a file begins that is run."""
 SHOWN = 200
@@ -96,55 +91,17 @@ class HostList:
 
     def _printed(self) -> str:
         words = [os.path.abspath(self._given)] if os.path.isfile(self._given) else ["sh", "-c", self._given]
-        pipe = subprocess.PIPE
         try:
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=pipe,
-                stderr=pipe,
-                start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call, no lock; this thread waits for the end
-            )
+            command = Command(words, COMMAND_S, most=MOST, splits=True)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.source}: cannot be run ({error})") from error
-        with process:
-            try:
-                printed, errors = self._output(process)
-            finally:  # what it has left too
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        if code := process.returncode:
-            last = next((line.strip()[:SHOWN] for line in reversed(errors.splitlines()) if line.strip()), "")
-            what = f"exit code {code}" if code > 0 else f"signal {-code}"
-            what += "; there is no such file, and no such command" * (code == 127)
-            raise UserError(f"{self.source}: failed ({what}){': ' * bool(last)}{last}")
-        return printed
-
-    def _output(self, process: "subprocess.Popen[bytes]") -> tuple[str, str]:
-        """What a command prints up to its end. Raises UserError where there is none in time, or too much of it."""
-        assert process.stdout is not None
-        assert process.stderr is not None
-        out, err, end = bytearray(), bytearray(), time.monotonic() + COMMAND_S
-        events: list[tuple[selectors.SelectorKey, int]] = []
-        with selectors.DefaultSelector() as select:
-            select.register(process.stdout, selectors.EVENT_READ, out)
-            select.register(process.stderr, selectors.EVENT_READ, err)
-            has_ended = False
-            while not has_ended or events:  # what it has left behind may hold the pipes for ever
-                has_ended = process.poll() is not None
-                events = select.select(0 if has_ended else POLL_S)
-                for key, _ in events:
-                    data = os.read(key.fd, 1 << 16)
-                    key.data.extend(data)
-                    if not data:
-                        select.unregister(key.fileobj)
-                del err[:-MOST]
-                if len(out) > MOST:
-                    raise UserError(f"{self.source}: printed more than {MOST:,} bytes, and was killed")
-                if time.monotonic() > end or self._ended.is_set():
-                    raise UserError(f"{self.source}: did not end within {COMMAND_S:g} s, and was killed")
-        return out.decode(errors="backslashreplace"), err.decode(errors="backslashreplace")
+        command.wait(self._ended.is_set)
+        if command.why:
+            raise UserError(f"{self.source}: {command.why}, and was killed")
+        if command.end:
+            what = command.end + "; there is no such file, and no such command" * (command.code == 127)
+            raise UserError(f"{self.source}: failed ({what}): {command.last_line}")
+        return command.text
 
 
 def first_list(given: str, least: int, wait_s: float, say: Callable[[str], None]) -> tuple[list[str], int | None]:

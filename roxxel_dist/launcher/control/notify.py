@@ -5,26 +5,19 @@ The commands run in the background, one for each event. A command that fails is 
 
 import dataclasses
 import json
-import os
-import select
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from roxxel_dist.launcher.control.record import JobRecord
-from roxxel_dist.launcher.host.process_tree import die_with_parent
+from roxxel_dist.launcher.host.command import LOOK_S, Command
 from roxxel_dist.launcher.job.limits import Limits
 
 AT_ONCE = 8
 """Commands that run at the same time, at most; further events are left out."""
-LOOK_S = 0.05
-TAIL_BYTES, LINE = 4096, 200
-"""What is kept of the output of a command, and how long a quoted line may be."""
 
 EventName = Literal["restart", "set_aside", "hang", "end"]
 
@@ -136,60 +129,18 @@ class Notifier:
             thread.join(self._limits.notify_s)  # it kills its command now
 
     def _run(self, text: str) -> None:
-        stdin = os.memfd_create("event")  # no pipe: a command need not read it
         try:
-            with os.fdopen(stdin, "wb", closefd=False) as file:
-                file.write(text.encode())
-            os.lseek(stdin, 0, os.SEEK_SET)
-            process = subprocess.Popen(
-                ["/bin/sh", "-c", self._command],
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C on the terminal is for the launcher
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call, no lock; this thread waits for the end
-            )
+            command = Command(["/bin/sh", "-c", self._command], self._limits.notify_s, text=text, spares=True)
         except OSError as error:
             self._say(f"the command cannot be started ({error.strerror})")
             return
-        finally:
-            os.close(stdin)
-        if problem := self._watch(process):
-            self._say(problem)
-
-    def _watch(self, process: "subprocess.Popen[bytes]") -> str:
-        """Wait for the end of a command; what is wrong with it, or empty."""
-        assert process.stdout is not None
-        begun, tail, out = time.monotonic(), b"", process.stdout.fileno()
-        os.set_blocking(out, False)
-        why, is_open = "", True
-        poll = select.poll()  # select() knows no descriptor above 1,023
-        poll.register(out, select.POLLIN)
-        with process.stdout:
-            while True:
-                has_ended = process.poll() is not None  # before the look at its output, which is then complete
-                ready = bool(is_open and poll.poll(0 if has_ended else 1000 * LOOK_S))
-                part = os.read(out, 1 << 16) if ready else b""
-                is_open = is_open and bool(part or not ready)
-                tail = (tail + part)[-TAIL_BYTES:]
-                if has_ended and not part:
-                    break
-                if not is_open and not has_ended:
-                    time.sleep(LOOK_S)
-                if self._stop.is_set():
-                    why = f"the job was over, and the command ran for {time.monotonic() - begun:.0f} s"
-                elif time.monotonic() - begun >= self._limits.notify_s:
-                    why = f"the command did not end within {self._limits.notify_s:g} s"
-                if why:
-                    with suppress(ProcessLookupError):  # it has ended meanwhile
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-                    return f"{why}: it was killed"
-        lines = tail.decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")[:LINE]
-        code = process.returncode
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return f"the command failed with {how}: {last or 'it printed nothing'}" if code else ""
+        command.wait(self._stop.is_set)
+        if command.why:
+            self._say(f"the command {command.why}: it was killed")
+        elif self._stop.is_set() and command.code == -signal.SIGKILL:
+            self._say(f"the job was over, and the command ran for {command.seconds:.0f} s: it was killed")
+        elif command.end:
+            self._say(f"the command failed with {command.end}: {command.last_line}")
 
     def _say(self, problem: str) -> None:
         """Show each problem once."""

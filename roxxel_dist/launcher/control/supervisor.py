@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, OK_CODES
 from roxxel_dist.launcher.control.attempt import Attempt
-from roxxel_dist.launcher.control.members import MemberHangs, MemberSources
+from roxxel_dist.launcher.control.members import MemberHangs
 from roxxel_dist.launcher.control.membership import DEPART_S, Membership
 from roxxel_dist.launcher.control.notify import Notifier
 from roxxel_dist.launcher.control.recorder import JobRecorder
@@ -286,7 +286,6 @@ class _Controller:
             times=self._times.setdefault(ready.assignment.devices, StepTimes()),
             grow_after=reached if trains or reached else None,
             members=MemberHangs(job, number) if has_others else None,
-            member_sources=MemberSources(job, number) if has_others else None,
         ).run(placed)
         self._attempts.append(summary(result, seconds=time.monotonic() - begun, counts=trains))
         return result

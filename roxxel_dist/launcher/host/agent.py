@@ -32,10 +32,10 @@ from roxxel_dist.cluster.exit_codes import (
 )
 from roxxel_dist.cluster.process_stat import is_ending
 from roxxel_dist.launcher.host import memory_folder
-from roxxel_dist.launcher.host.lease import Lease
+from roxxel_dist.launcher.host.lease import HostLease
 from roxxel_dist.launcher.host.process_tree import HANDED_ON, NOT_FOLLOWED, beat, go_on_under_guard, remove
-from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Decoder, Message, Outbox, take_stdout
-from roxxel_dist.launcher.host.rank import Program, Rank, start_rank, why_not_started
+from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Decoder, Message, Outbox, mark, take_stdout
+from roxxel_dist.launcher.host.rank import Rank, RankCommand, start_rank, why_not_started
 from roxxel_dist.launcher.host.spares import Spare, Spares, last_words
 from roxxel_dist.launcher.job.environment import PROXIES, direct, misleads, suspects
 from roxxel_dist.launcher.job.limits import Limits
@@ -114,7 +114,7 @@ class Agent:
         self._own = {progress.ENV: str(self._progress_file), **({} if memory is None else {MEMORY_ENV: memory})}
         self._progress, self._total = -1, 0  # the descriptor and how many ranks the job has, from `start` on
         self._ranks: list[Rank] = []
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[int, RankCommand] = {}
         self._suspects: dict[str, str] = {}  # variables of the ranks that may keep them from others
         self._spares = Spares(
             self._folders, self._limits, watch=self._watch_spare, end=self._drop_spare, note=self.note
@@ -135,7 +135,7 @@ class Agent:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._last_received = clock()
         self._echo = 0.0  # the time in the newest heartbeat, by the controller's clock
-        self._lease: Lease | None = None
+        self._lease: HostLease | None = None
         self._draining = self._paused = self._writable = self._done = self._ended = False
         self.why: str = ""  # why it ended before its ranks without an order
 
@@ -251,7 +251,7 @@ class Agent:
         self._draining = self._done = False
 
     def _take_lease(self, terms: Message) -> None:
-        lease = self._lease = Lease(terms, self._limits)
+        lease = self._lease = HostLease(terms, self._limits)
         if lease.fd is not None:
             self._watch(lease.fd, lambda: lease.receive(clock() - self._last_received, clock()))
         if lease.port is not None:
@@ -272,10 +272,10 @@ class Agent:
         self._spares.end_all()  # not ready, or for another program
         self._spares.wanted = order.get("spares", "off")
 
-    def _programs_of(self, order: Message) -> dict[int, Program]:
+    def _programs_of(self, order: Message) -> dict[int, RankCommand]:
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
         envs = {placed["rank"]: {**base, **placed["env"], **self._own} for placed in order["ranks"]}
-        return {rank: Program(order["command"], {**env, **direct(env)}) for rank, env in envs.items()}
+        return {rank: RankCommand(order["command"], {**env, **direct(env)}) for rank, env in envs.items()}
 
     def _note_environment(self) -> None:
         env = next((program.env for program in self._programs.values()), {})
@@ -303,7 +303,7 @@ class Agent:
             self._tell_warm(f"a process that imports what a rank imports ended there: {why}")
         self._spares.end(spare)
 
-    def _start_rank(self, number: int, program: Program) -> Rank | None:
+    def _start_rank(self, number: int, program: RankCommand) -> Rank | None:
         """The rank; None where the host cannot start it, which is that rank's end, and that of the others."""
         try:
             rank = start_rank(number, program, self._folders, self._limits.guard_kill_s)
@@ -326,7 +326,7 @@ class Agent:
             self._watch(rank.output, partial(self._read_output, rank))
         self._outbox.send({"type": "started", "rank": rank.number, "pid": rank.tree.pid})
 
-    def _take_spare(self, number: int, program: Program) -> Rank | None:
+    def _take_spare(self, number: int, program: RankCommand) -> Rank | None:
         """The rank that a spare becomes; None where no spare can be it."""
         rank = self._spares.take(number, program)
         if rank is not None:
@@ -582,7 +582,8 @@ def main() -> None:
     key = orders[0].get("key")
     memory = memory_folder.new_path() if key is not None else None
     folders = [str(folder), *([] if memory is None else [memory])]
-    heartbeat = go_on_under_guard(folders, limits.guard_kill_s, heartbeat_timeout_s + limits.slack_s, channel, nonce)
+    limit_s = heartbeat_timeout_s + limits.slack_s
+    heartbeat = go_on_under_guard(folders, limits.guard_kill_s, limit_s, channel, mark(nonce))
     try:
         if memory is not None and key is not None:  # only now that the guard would remove it
             memory = memory_folder.make(memory, key)

@@ -7,73 +7,18 @@ import contextlib
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from roxxel_dist.launcher.host import process_tree, vendor
+from roxxel_dist.launcher.host.command import LOOK_S, Command
 from roxxel_dist.launcher.job.limits import Limits
 
-MODULE = "roxxel_dist.cluster.device_check"
-LOOK_S = 0.05
-TAIL_BYTES, LINE = 4096, 200
+MODULE = "roxxel_dist.devices.device_check"
 CHIPS = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
 """How the chips of one TPU host lie."""
-
-
-@dataclass
-class Program:
-    """One of them."""
-
-    process: "subprocess.Popen[bytes]"
-    out: int
-    """A file in memory with its output."""
-    limit_s: float
-    wait_s: float
-    begun: float = field(default_factory=time.monotonic)
-    timed_out: bool = False
-    is_over: bool = False
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it ended, or was killed because its time was over. What it has left behind is killed then."""
-        if not self.is_over:
-            # It is not reaped: so its number is still that of its group.
-            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            self.timed_out = not ended and time.monotonic() - self.begun >= self.limit_s
-            if ended or self.timed_out:
-                self.kill()
-        return self.is_over
-
-    def kill(self) -> None:
-        """End it with all of its group, once. One that waits for a driver may stay for a while."""
-        if self.is_over:
-            return
-        self.is_over = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(self.wait_s)
-
-    def text(self) -> str:
-        """What it printed."""
-        size = os.fstat(self.out).st_size
-        return os.pread(self.out, min(size, 1 << 24), 0).decode(errors="replace")
-
-    @property
-    def code(self) -> int:
-        """Its exit code; that of a kill where it does not end."""
-        return -signal.SIGKILL if self.process.returncode is None else self.process.returncode
-
-    def last_line(self) -> str:
-        """The last line that it printed."""
-        size = os.fstat(self.out).st_size
-        tail = os.pread(self.out, TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace").splitlines()
-        return next((line.strip()[:LINE] for line in reversed(tail) if line.strip()), "it printed nothing")
 
 
 class HostChecks:
@@ -88,7 +33,7 @@ class HostChecks:
 
     def __init__(self, question: Mapping[str, Any], info: Mapping[str, Any], limits: Limits) -> None:
         self._limits = limits
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[str, Command] = {}
         self._problems: dict[str, str] = {}
         self._env = {**os.environ, **question["env"]}
         mode, self._info = question["mode"], info
@@ -100,7 +45,6 @@ class HostChecks:
             self._start_devices(question["devices"], "measure")
             if has_devices and info["gpus"] and shutil.which("nvidia-smi", path=self._env.get("PATH")):
                 self._start("nvidia-smi", ["nvidia-smi", "-q", "-x"], self._limits.tool_s)
-                self._start("nvlink", ["nvidia-smi", "nvlink", "-s"], self._limits.tool_s)
         elif question.get("lists") and info.get("no_devices") is None:
             self._start_devices(question["devices"], "names")
         if question["command"] is not None:
@@ -123,22 +67,11 @@ class HostChecks:
         self._start("devices", [sys.executable, "-P", "-c", program], self._limits.devices_s, env)
 
     def _start(self, name: str, argv: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> None:
-        out = os.memfd_create(name)
+        env = {**self._env, **(env or {}), "LC_ALL": "C"} if name != "command" else self._env
         try:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env={**self._env, **(env or {}), "LC_ALL": "C"} if name != "command" else self._env,
-                start_new_session=True,
-                preexec_fn=None if name == "devices" else process_tree.die_with_parent,  # noqa: PLW1509 - no lock
-            )
+            self._programs[name] = Command(argv, limit_s, env=env, forks=name != "devices")
         except OSError as error:
-            os.close(out)
             self._problems[name] = f"cannot be started ({error.strerror})"
-            return
-        self._programs[name] = Program(process, out, limit_s, self._limits.checks_s)
 
     def collect(self) -> dict[str, Any]:
         """What they found, when all have ended; {"pending": True} where that takes longer than a moment."""
@@ -164,25 +97,23 @@ class HostChecks:
         if program.timed_out:
             return {"why": f"its devices did not end the check within {self._limits.devices_s:g} s"}
         if program.code == 0:
-            lines = [line for line in program.text().splitlines() if line.startswith("{")]
+            lines = [line for line in program.text.splitlines() if line.startswith("{")]
             with contextlib.suppress(ValueError, IndexError):
                 found = dict(json.loads(lines[-1]))
                 counts = {"GPUs": self._info["gpus"] or 0, "TPU chips": self._info["tpus"]}
                 unused = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
                 return found | ({"unused": unused} if self._has_devices and found["platform"] == "cpu" else {})
-        return {"why": f"the check of its devices ended with code {program.code}: {program.last_line()}"}
+        return {"why": f"the check of its devices ended with code {program.code}: {program.last_line}"}
 
     def _vendor(self, *, compute: bool) -> list[vendor.Problem]:
         """What the vendor's tools say. Where the accelerators have computed meanwhile, a failure is one of the tool."""
-        problems = vendor.tpu_problems() if self._tpus else []
+        problems: list[vendor.Problem] = []
         if (program := self._programs.get("nvidia-smi")) is not None:
             if program.timed_out:
                 text = f"nvidia-smi did not answer within {self._limits.tool_s:g} s: "
                 text += "is persistence mode off?" if compute else "the driver or a GPU is stuck"
                 return [*problems, vendor.Problem("warning" if compute else "error", text)]
-            problems += vendor.gpu_problems(program.text(), program.code, compute=compute)
-        if (program := self._programs.get("nvlink")) is not None and program.code == 0 and not program.timed_out:
-            problems += vendor.nvlink_problems(program.text())
+            problems += vendor.gpu_problems(program.text, program.code, compute=compute)
         return problems
 
     def _command(self) -> str:
@@ -190,13 +121,12 @@ class HostChecks:
         if why := self._problems.get("command"):
             return why
         program = self._programs["command"]
-        if program.timed_out:
-            return f"did not end within {self._limits.command_s:g} s"
-        return f"ended with code {program.code}: {program.last_line()}" if program.code else ""
+        if program.why:
+            return program.why
+        return f"ended with code {program.code}: {program.last_line}" if program.code else ""
 
     def close(self) -> None:
         """End what still runs."""
         for program in self._programs.values():
             program.kill()
-            os.close(program.out)
         self._programs.clear()

@@ -10,7 +10,6 @@ import pwd
 import socket
 import struct
 import sys
-import zlib
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
@@ -31,7 +30,7 @@ def gather(question: HostInfo) -> HostInfo:
     """All that preflight compares or judges, as plain values.
 
     The question has the fields of `checks.Requirements`: a run directory of None means that the job writes nothing on
-    this host, and `compare` also asks for values to compare between hosts (versions, code, data).
+    this host, and `compare` also asks for values to compare between hosts (versions, data).
     """
     run_dir, data_path, resume = (question[name] for name in ("run_dir", "data_path", "resume"))
     jax = question.get("jax")
@@ -49,7 +48,6 @@ def gather(question: HostInfo) -> HostInfo:
         info |= own_name() | {
             "ssh_address": connection[2] if len(connection) == 4 else None,  # where the ssh connection came to
             "versions": {"python": sys.version.split()[0], **versions()},
-            "code": hash_of_code(),
             "data": None,
             "ports": rank_ports(),
         }
@@ -153,23 +151,6 @@ def resolved(name: str) -> list[str]:
 def is_loopback(address: str) -> bool:
     """Whether an address never leaves its machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def code_files() -> dict[str, str]:
-    """The checksums of this package's own files, by their paths within it."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names)
-    sums: dict[str, str] = {}
-    for path in files:
-        if path.endswith(".py"):
-            with open(path, "rb") as file:
-                sums[os.path.relpath(path, root)] = f"{zlib.crc32(file.read()):08x}"
-    return sums
-
-
-def hash_of_code() -> str:
-    """Of this package's own files: an editable install has one version for ever."""
-    return f"{zlib.crc32(repr(sorted(code_files().items())).encode()):08x}"
 
 
 def tpu_lock(path: Path) -> str | None:

@@ -21,7 +21,7 @@ SIZE = 256
 ALL = b"all"
 
 
-class Lease:
+class HostLease:
     """The lease of one host, for one attempt.
 
     Args:

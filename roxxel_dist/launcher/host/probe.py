@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from roxxel_dist.launcher.host.host_info import accelerators, code_files, existing, gather, is_loopback, resolved, touch
+from roxxel_dist.launcher.host.host_info import accelerators, existing, gather, is_loopback, resolved, touch
 from roxxel_dist.launcher.host.protocol import Decoder, Message, encode
 from roxxel_dist.launcher.job.limits import Limits
 
@@ -77,8 +77,6 @@ def answer(question: Message, held: ExitStack, limits: Limits) -> Message:
             case "connect":
                 took, sizes = _connect_all(question["places"], question["nonce"])
                 reply = {"took": took, "sizes": sizes}
-            case "code":
-                reply = {"files": code_files()}
             case "touch":
                 file = touch(question["run_dir"])
                 held.callback(file.unlink, missing_ok=True)

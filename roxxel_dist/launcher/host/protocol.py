@@ -1,6 +1,6 @@
 """The messages of the controller and a program on a host: one JSON object a line, over its stdin and stdout.
 
-The first order to a program has a `nonce`, and each of its messages begins with it (`n`).
+The first order to a program has a `nonce`, and each of its messages begins with that and `PROTOCOL` (`n`).
 Before the start: questions of preflight with `ask`, each with an answer, see `preflight.probe`
 To the agent:  warm (command, ranks, key, spares: for a host that is to join) ·
                start (command, ranks: [{rank, env}], total, key, spares, lease) · stop (grace) · kill (after) · dump ·
@@ -24,14 +24,22 @@ from roxxel_dist.cluster.exit_codes import UserError
 Message = dict[str, Any]
 NONCE = "nonce"
 """In the first order of a link: its program begins each of its messages with these letters, which no other one has."""
+PROTOCOL = 1
+"""The number of these messages, behind the nonce in each of the program's. A change that the other end cannot read
+raises it."""
 LIMITS = "limits"
 """There too: the time limits of the job."""
+
+
+def mark(nonce: str) -> str:
+    """That with which the messages of a program begin, of which the first order had a nonce."""
+    return f"{nonce}.{PROTOCOL}" if nonce else ""
 
 
 def encode(message: Message, nonce: str = "") -> bytes:
     """One line of ASCII; what an argument holds that is not Unicode survives as an escaped surrogate."""
     if nonce:
-        message = {"n": nonce, **message}
+        message = {"n": mark(nonce), **message}
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -39,13 +47,14 @@ class Decoder:
     """Puts messages together from the pieces in which they arrive.
 
     Args:
-        nonce: of a program on a host: the letters with which its messages begin. All else is left out, before, between
-            and beside them: start-up files of a shell and clients print, JSON too.
+        nonce: of a program on a host, whose messages begin with its `mark`. All else is left out, before, between and
+            beside them: start-up files of a shell and clients print, JSON too.
     """
 
     def __init__(self, nonce: str = "") -> None:
         self._rest: list[bytes] = []
-        self._begin = f'{{"n":"{nonce}"'.encode() if nonce else b""
+        self._begin = f'{{"n":"{mark(nonce)}"'.encode() if nonce else b""
+        self._any_begin = f'{{"n":"{nonce}'.encode()
         self._order = f'"{NONCE}":"{nonce}"'.encode()
         self._is_first = True
         self.noise: str = ""
@@ -83,6 +92,11 @@ class Decoder:
             self._refuse_terminal(line)
             last = f" (its last line: {self.noise[:80]})" if self.noise else ""
             raise UserError(f"it sends back what it is sent{last}: no program runs there")
+        if self._is_first and self._any_begin in line:
+            raise UserError(
+                f"the roxxel-dist there is of another version (its messages are not of protocol {PROTOCOL}): install "
+                f"the same on all hosts"
+            )
         self.noise = line.decode(errors="replace").strip() or self.noise
 
     def _refuse_terminal(self, line: bytes) -> None:

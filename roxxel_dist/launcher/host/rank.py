@@ -33,7 +33,7 @@ def why_not_started(error: OSError) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class Program:
+class RankCommand:
     """What a rank runs."""
 
     command: Sequence[str]
@@ -55,7 +55,7 @@ class Rank:
     reported: progress.Record = field(default_factory=progress.Record)  # what the controller knows
     first: progress.Record | None = None  # as it was when its first step was seen
     exited: bool = False  # its process; the exit code follows a moment later
-    instead: Program | None = None  # for a spare that has not confirmed yet: the program to start if it ends
+    instead: RankCommand | None = None  # for a spare that has not confirmed yet: the program to start if it ends
     taken_by: float = 0.0  # when it must have confirmed
 
 
@@ -69,7 +69,7 @@ def _begin() -> None:
 
 
 def start_rank(
-    number: int, program: Program, folders: Sequence[str], kill_s: float, pass_fds: tuple[int, ...] = ()
+    number: int, program: RankCommand, folders: Sequence[str], kill_s: float, pass_fds: tuple[int, ...] = ()
 ) -> Rank:
     """Start a rank in its own session, with one pipe for its output, and one for its messages to the agent.
 

@@ -27,7 +27,7 @@ ENTRIES = 16
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A file as it was imported."""
 
     path: str
@@ -63,7 +63,7 @@ class _Loader(SourceFileLoader):
 class SourceRecorder(MetaPathFinder):
     """Notes the sources that are imported from `install` on, and those that were before."""
 
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[str, SourceFile] = field(default_factory=dict)
     """By the name of the module, or another name that is the same in all ranks."""
     _untold: list[str] = field(default_factory=list)
     _tells: bool = False
@@ -89,7 +89,7 @@ class SourceRecorder(MetaPathFinder):
     def add(self, name: str, path: str) -> None:
         """A file whose content is the same in all ranks."""
         with suppress(OSError):  # the import itself will say so
-            self.sources[name] = Source(path, checksum_of(path))
+            self.sources[name] = SourceFile(path, checksum_of(path))
             self._untold.append(name)
         if self._tells:
             self.send()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from roxxel_dist.cluster.exit_codes import AT_ONCE, SPARE_ENV
 from roxxel_dist.cluster.free_memory import free_bytes
-from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
+from roxxel_dist.launcher.host.rank import Rank, RankCommand, start_rank
 from roxxel_dist.launcher.host.worker import imports_of
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import CONTRACT
@@ -36,14 +36,14 @@ class Spare:
     """A process that waits to be a rank."""
 
     rank: Rank
-    program: Program
+    program: RankCommand
     orders: int
     """The descriptor that sends it orders."""
     ready: bool = False
 
 
 def start_spare(
-    number: int, program: Program, folders: Sequence[str], kill_s: float, *, at_once: bool = False
+    number: int, program: RankCommand, folders: Sequence[str], kill_s: float, *, at_once: bool = False
 ) -> Spare:
     """Start one beside the rank `number`, whose program it is; `folders` and `kill_s` as for `Tree`.
 
@@ -54,14 +54,14 @@ def start_spare(
     with suppress(OSError):  # for a large environment
         fcntl.fcntl(orders, fcntl.F_SETPIPE_SZ, 1 << 20)
     env = {**program.env, SPARE_ENV: f"{orders_read}{AT_ONCE * at_once}"}
-    rank = start_rank(number, Program(program.command, env), folders, kill_s, (orders_read,))
+    rank = start_rank(number, RankCommand(program.command, env), folders, kill_s, (orders_read,))
     return Spare(rank=rank, program=program, orders=orders)
 
 
-def choose(spares: Sequence[Spare], number: int, program: Program) -> Spare | None:
+def choose(spares: Sequence[Spare], number: int, program: RankCommand) -> Spare | None:
     """One that can be this rank, that of its own number first."""
 
-    def imported(program: Program) -> tuple[Sequence[str], dict[str, str]]:
+    def imported(program: RankCommand) -> tuple[Sequence[str], dict[str, str]]:
         env = {name: value for name, value in program.env.items() if name not in (*CONTRACT, THREADS)}
         return list(program.command), env
 
@@ -115,14 +115,14 @@ class Spares:
         self._limits = limits
         self._folders, self._watch, self._end, self._note = folders, watch, end, note
 
-    def start(self, ranks: Sequence[Rank], programs: Mapping[int, Program]) -> None:
+    def start(self, ranks: Sequence[Rank], programs: Mapping[int, RankCommand]) -> None:
         """A spare for each rank, once in an attempt, when all are at their steps."""
         if self.wanted == "off" or len(ranks) < len(programs) or not all(map(_works, ranks)):
             return
         wanted, self.wanted = self.wanted, "off"
         self.begin(programs, wanted)
 
-    def begin(self, programs: Mapping[int, Program], wanted: str, *, at_once: bool = False) -> None:
+    def begin(self, programs: Mapping[int, RankCommand], wanted: str, *, at_once: bool = False) -> None:
         """A spare for each of these ranks, if they are `wanted`. `at_once`: there are no ranks that work."""
         if not imports_of(next(iter(programs.values())).command):
             if wanted == "on":
@@ -140,7 +140,7 @@ class Spares:
             self._spares.append(spare)
             self._watch(spare)
 
-    def take(self, number: int, program: Program) -> Rank | None:
+    def take(self, number: int, program: RankCommand) -> Rank | None:
         """The rank that a spare becomes; None where no spare can be it."""
         spare = choose(self._spares, number, program)
         if spare is None or not hand_over(spare, dict(program.env)):

@@ -4,10 +4,8 @@ nvidia-smi is asked for XML, which is the same in every language; names of its e
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Literal, NamedTuple
 from xml.etree import ElementTree
 
@@ -38,8 +36,6 @@ SLOW = {
     "sw_thermal_slowdown": "it is too hot, and the driver slows it down",
 }
 """Reasons for lower clocks that are no setting and no idle state."""
-GOOGLE = "0x1ae0"
-"""PCI's number of the vendor of TPUs."""
 
 
 class Problem(NamedTuple):
@@ -66,7 +62,7 @@ def gpu_problems(text: str, code: int = 0, *, compute: bool = False) -> list[Pro
         return problems or [Problem(level, f"nvidia-smi failed (code {code}): {last[:200]}")]
     for number, gpu in enumerate(gpus):
         problems += [Problem(level, f"{_name(gpu, number)}: {why}") for level, why in _problems_of(gpu)]
-    return [*problems, *_narrow(gpus)]
+    return problems
 
 
 def _name(gpu: ElementTree.Element, number: int) -> str:
@@ -105,48 +101,3 @@ def _uncorrectable(gpu: ElementTree.Element) -> int:
     counted = names or volatile.findall("double_bit/total")
     texts = [(element.text or "").strip() for element in counted]
     return sum(int(text) for text in texts if text.isdecimal())
-
-
-def _narrow(gpus: Sequence[ElementTree.Element]) -> Iterator[Problem]:
-    """GPUs with fewer PCIe lanes than others of the same product: a slot, a riser or a card has a bad contact."""
-    place = "pci/pci_gpu_link_info/link_widths/current_link_width"
-    widths = [(gpu.findtext("product_name"), (gpu.findtext(place) or "").strip()) for gpu in gpus]
-    usual = Counter(width for width in widths if width[1] not in NONE)
-    for number, (product, width) in enumerate(widths):
-        most = max((count, other) for (same, other), count in usual.items() if same == product)[1] if usual else width
-        if width not in (*NONE, most) and int(width.rstrip("x")) < int(most.rstrip("x")):
-            text = f"its PCIe link has {width} lanes, and those of the others have {most}"
-            yield Problem("doubt", f"{_name(gpus[number], number)}: {text}")
-
-
-def nvlink_problems(text: str) -> list[Problem]:
-    """What `nvidia-smi nvlink -s` says: GPUs with fewer active links than another one of the same host."""
-    links: dict[str, int] = {}
-    gpu = ""
-    for line in text.splitlines():
-        if found := re.match(r"GPU (\d+):", line):
-            gpu = found[1]
-            links[gpu] = 0
-        elif gpu and re.match(r"\s+Link \d+: *[\d.]+ *GB/s", line):
-            links[gpu] += 1
-    most = max(links.values(), default=0)
-    return [
-        Problem("doubt", f"GPU {number}: {count} of its NVLinks are active, and another GPU has {most}")
-        for number, count in links.items()
-        if count < most
-    ]
-
-
-def tpu_problems(root: Path = Path("/sys")) -> list[Problem]:
-    """What the kernel says of the PCIe links of TPU chips. Nothing takes a chip."""
-    problems: list[Problem] = []
-    for device in sorted(root.glob("bus/pci/devices/*")):
-        with suppress(OSError):
-            if (device / "vendor").read_text().strip() != GOOGLE:
-                continue
-            names = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
-            width, widest, speed, fastest = ((device / name).read_text().strip() for name in names)
-            if (width, speed) != (widest, fastest) and width.isdecimal() and widest.isdecimal():
-                text = f"its PCIe link has {width} lanes at {speed}, and could have {widest} at {fastest}"
-                problems.append(Problem("doubt", f"TPU chip {device.name}: {text}"))
-    return problems

@@ -68,6 +68,22 @@ class CodeDiffers:
     """A description for the user."""
 
 
+@dataclass(frozen=True)
+class Imported:
+    """A source as a rank imported it."""
+
+    checksum: str
+    rank: int
+    host: str
+    path: str
+
+    def difference(self, first: "Imported") -> CodeDiffers:
+        """That this rank runs another source than `first`."""
+        text = f"rank {self.rank} on host {self.host} runs another {self.path} than rank {first.rank} on host "
+        text += first.host + (f" ({first.path})" if first.path != self.path else "")
+        return CodeDiffers(rank=self.rank, host=self.host, text=text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LateRank:
     """A rank that still ran when its time to end was over."""

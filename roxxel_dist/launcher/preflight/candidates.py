@@ -15,7 +15,7 @@ from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import Assignment
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.preflight.checks import HERE, CheckResult
+from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.devices import DeviceChecks
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.preflight.warm_hosts import WarmHosts
@@ -306,7 +306,7 @@ class Candidates:
 
     def _strangers(self, result: CheckResult) -> frozenset[str]:
         """The hosts that agree with none of those that work."""
-        known = {HERE, *self._running.hosts}
+        known = {*self._running.hosts}
         return frozenset(host for group in result.groups if not known & {*group} for host in group)
 
     def _reasons(self, report: PreflightReport, host: str) -> dict[str, str]:

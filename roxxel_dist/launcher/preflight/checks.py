@@ -16,12 +16,10 @@ Hosts = Mapping[str, HostInfo]
 
 MIN_FREE_BYTES, ADVISED_FREE_BYTES = 1 << 18, 2 << 30
 MUST_MATCH = ("jax", "jaxlib")
-"""Not roxxel-dist: its code is compared, and an editable install has the version of the day when it was installed."""
+"""Not roxxel-dist: ranks compare the code that they import, and an editable install has one version for ever."""
 MAX_NAMES = 8
 """Hosts that a text names; of more it gives the count."""
 ALLOWED = "where that is meant, as to try a job out, say --same-machine"
-HERE = "the launcher here"
-"""Among the hosts of a comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +39,10 @@ class Requirements:
     """JAX_PLATFORMS, where the job sets it."""
     jax: Mapping[str, str] | None = None
     """Of a job that uses jax: the variables that it sets of those that decide which devices jax makes."""
-    code: str | None = None
-    """The hash of the launcher's own code, where hosts must have the same."""
     distinct: bool = False
     """Whether no two hosts may be the same machine, or the same container of it."""
     compare: bool = True
-    """Whether to ask for values that are compared between hosts: versions, code, data."""
+    """Whether to ask for values that are compared between hosts: versions, data."""
 
 
 def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> Requirements:
@@ -83,17 +79,16 @@ class CheckResult:
     def blamed(self, trusted: Collection[str] = ()) -> frozenset[str]:
         """The hosts without which the check may pass; empty where that cannot be known.
 
-        `trusted` have worked together: among hosts that were compared they are right, or else those that are as the
-        launcher, or else the most.
+        `trusted` have worked together: among hosts that were compared they are right, or else the most.
         """
         if not self.groups:
             strange = frozenset(self.hosts) - set(trusted)
             one_of_two = len(self.hosts) > 1 and strange != frozenset(self.hosts)
             return strange if one_of_two else frozenset(self.hosts if len(self.hosts) == 1 else ())
-        everyone = frozenset(host for group in self.groups for host in group) - {HERE}
+        everyone = frozenset(host for group in self.groups for host in group)
         known = [len(set(group) & set(trusted)) for group in self.groups]
         if not any(known):
-            known = [len(everyone) + 1 if HERE in group else len(group) for group in self.groups]
+            known = [len(group) for group in self.groups]
         if known.count(max(known)) > 1:
             return everyone - set(trusted) if everyone & set(trusted) else frozenset()
         return everyone - set(self.groups[known.index(max(known))])
@@ -132,14 +127,13 @@ def _groups(hosts: Hosts, value: Callable[[HostInfo], Any]) -> dict[Any, list[st
 
 
 def _same(
-    level: Level, check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str, here: Any = None
+    level: Level, check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str
 ) -> CheckResult:
-    """Whether all hosts have the same value. `here` is that of the launcher, where it has one."""
+    """Whether all hosts have the same value."""
     if len(groups) == 1:
         return CheckResult("ok", check, tuple(hosts), f"{what}: {next(iter(groups))}")
-    texts = {value: named(names) or HERE for value, names in groups.items()}
-    values = "; ".join(f"{'none' if value is None else value} on {names}" for value, names in texts.items())
-    alike = tuple((*names, *[HERE] * (here is not None and value == here)) for value, names in groups.items())
+    values = "; ".join(f"{'none' if value is None else value} on {named(names)}" for value, names in groups.items())
+    alike = tuple(tuple(names) for names in groups.values())
     return CheckResult(level, check, tuple(hosts), f"{what} differs: {values}; {fix}", alike)
 
 
@@ -219,11 +213,6 @@ def _versions(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]
             yield _same(level, "versions", hosts, groups, name, "install the same version on all hosts")
     if equal:
         yield CheckResult("ok", "versions", tuple(hosts), ", ".join(equal))
-    codes = _groups(hosts, lambda info: info["code"])
-    if requirements.code not in (None, *codes):  # it talks with the hosts
-        codes[requirements.code] = []
-    fix = "install the same one, or bring the checkouts to the same commit"
-    yield _same("error", "code", hosts, codes, "the code of roxxel_dist", fix, requirements.code)
 
 
 def _data(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:

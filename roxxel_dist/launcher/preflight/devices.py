@@ -191,7 +191,7 @@ def collect(questions: Questions, hosts: Sequence[str]) -> dict[str, Message]:
 
 
 def figures(answer: Mapping[str, Any]) -> Measured:
-    """The times of `cluster.device_check.measure`."""
+    """The times of `devices.device_check.measure`."""
     times: Figures = {
         (int(device["device"]), work): float(value)
         for device in answer["devices"]

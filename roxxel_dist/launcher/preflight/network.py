@@ -35,7 +35,7 @@ class Questions(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """Where a host listens."""
 
     host: str
@@ -49,11 +49,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Failure:
+class NoRoute:
     """A host that did not reach a place."""
 
     source: str
-    place: Place
+    place: Endpoint
     why: str
     size: int = 0
     """Of the packets that do not get there, where smaller ones do."""
@@ -123,7 +123,7 @@ def check_network(
         )
         return coordinators[0], 0, [CheckResult("error", "port", (first,), text)]
     places = [
-        Place(host, address, number, host == first and index < len(coordinators))
+        Endpoint(host, address, number, host == first and index < len(coordinators))
         for host in hosts
         for index, ((address, _), number) in enumerate(zip(wanted[host], answers.get(host, []), strict=False))
         if isinstance(number, int)
@@ -145,8 +145,8 @@ def check_network(
 
 
 def _coordinator(
-    places: Sequence[Place], failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, port: int | None
-) -> tuple[Place, list[CheckResult], set[str]]:
+    places: Sequence[Endpoint], failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, port: int | None
+) -> tuple[Endpoint, list[CheckResult], set[str]]:
     """The place of the first host that most others reach, what is wrong with it, and the hosts that do not reach it."""
     candidates = [place for place in places if place.is_coordinator]
     failed = {place: [failure for failure in failures if failure.place == place] for place in candidates}
@@ -155,8 +155,8 @@ def _coordinator(
 
 
 def _try(
-    questions: Questions, places: Sequence[Place], hosts: Sequence[str], nonce: str
-) -> tuple[list[Failure], float, set[str]]:
+    questions: Questions, places: Sequence[Endpoint], hosts: Sequence[str], nonce: str
+) -> tuple[list[NoRoute], float, set[str]]:
     """Have hosts connect to places of others: those that failed, the slowest one (ms), and who has answered."""
     targets = {host: [place for place in places if _reaches(hosts, host, place)] for host in hosts}
     asked = {
@@ -170,12 +170,12 @@ def _try(
         for host, reply in answers.items()
         for one in zip(targets[host], reply["took"], reply["sizes"], strict=True)
     ]
-    failures = [Failure(host, place, took, size) for host, place, took, size in tries if isinstance(took, str)]
+    failures = [NoRoute(host, place, took, size) for host, place, took, size in tries if isinstance(took, str)]
     slowest = max((took for _, _, took, _ in tries if not isinstance(took, str)), default=0.0)
     return failures, slowest, set(answers)
 
 
-def _reaches(hosts: Sequence[str], source: str, place: Place) -> bool:
+def _reaches(hosts: Sequence[str], source: str, place: Endpoint) -> bool:
     """Whether a host tries a place."""
     if source == place.host or place.is_coordinator or len(hosts) <= ALL_PAIRS:
         return source != place.host
@@ -184,7 +184,7 @@ def _reaches(hosts: Sequence[str], source: str, place: Place) -> bool:
     return apart & (apart - 1) == 0
 
 
-def _describe(failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, port: int | None) -> list[CheckResult]:
+def _describe(failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, port: int | None) -> list[CheckResult]:
     """A finding for each host that failures have in common, or for a pair of hosts where one alone cannot be named."""
     results, rest = [], list(failures)
     while rest:
@@ -205,7 +205,7 @@ def _describe(failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, p
     return results
 
 
-def _text(failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, port: int | None) -> tuple[str, Level, str]:
+def _text(failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, port: int | None) -> tuple[str, Level, str]:
     """Check, level and words for failures of one direction: towards one host, or from one host."""
     place, sources = failures[0].place, [one.source for one in failures]
     to_one = len({one.place.host for one in failures}) == 1
@@ -231,7 +231,7 @@ def _text(failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, port:
     return _check(failures[0]), _level(failures, hosts), f"{head} ({'; '.join(whys)}): {fix}"
 
 
-def _text_of_lost(host: str, failures: Sequence[Failure]) -> str:
+def _text_of_lost(host: str, failures: Sequence[NoRoute]) -> str:
     """Words for packets of full size that are lost between a host and others."""
     one = failures[0]
     others = dict.fromkeys(name for failure in failures for name in (failure.source, failure.place.host))
@@ -245,11 +245,11 @@ def _text_of_lost(host: str, failures: Sequence[Failure]) -> str:
     )
 
 
-def _check(failure: Failure) -> str:
+def _check(failure: NoRoute) -> str:
     return "port" if failure.place.is_coordinator else "network"
 
 
-def _level(failures: Sequence[Failure], hosts: Hosts) -> Level:
+def _level(failures: Sequence[NoRoute], hosts: Hosts) -> Level:
     """A warning where ranks on TPUs, which have a network of their own, may not need the places."""
     is_aside = all(hosts[one.place.host]["tpus"] and not one.place.is_coordinator for one in failures)
     return "warning" if is_aside else "error"

@@ -8,14 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 
-from roxxel_dist.launcher.host.host_info import code_files, hash_of_code, is_called, own_name, place
+from roxxel_dist.launcher.host.host_info import is_called, own_name, place
 from roxxel_dist.launcher.host.probe import answer
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.checks import (
-    HERE,
     CheckResult,
     Requirements,
     are_one_machine,
@@ -126,7 +125,7 @@ def check_hosts(
             return _check(requirements, backend, hosts, port, _ThisMachine(held), busy, devices)
         if problem := allow_open_files(len(hosts)):
             return PreflightReport(findings=[CheckResult("error", "open files", tuple(hosts), problem)])
-        requirements = replace(requirements, code=hash_of_code(), distinct=not backend.same_machine)
+        requirements = replace(requirements, distinct=not backend.same_machine)
         questions = HostQuestions(pool or held.enter_context(HostPool(backend)))
         return _check(requirements, backend, hosts, port, questions, busy, devices)
 
@@ -167,7 +166,7 @@ def _check(
     for host in infos.keys() & busy:
         infos[host]["tpu_lock"] = None
     first, *others = infos
-    findings = [_with_files(questions, result) for result in run_checks(requirements, infos)]
+    findings = run_checks(requirements, infos)
     if requirements.distinct and not backend.is_by_ssh:  # ssh knows its hosts by their keys
         here = place()
         findings += launchers([host for host, info in infos.items() if info["place"] == here and not is_called(host)])
@@ -195,17 +194,6 @@ def _check(
         machines={host: info["machine"] for host, info in infos.items()},
         cores=max(info["cores"] for info in infos.values()),
     )
-
-
-def _with_files(questions: Questions, result: CheckResult) -> CheckResult:
-    """A finding of different code, with the files that differ between two of the hosts."""
-    if result.check != "code" or result.level == "ok":
-        return result
-    hosts = [next((host for host in group if host != HERE), HERE) for group in result.groups[:2]]
-    answers = questions.ask({host: {"ask": "code"} for host in hosts if host != HERE})
-    sums = [code_files() if host == HERE else answers.get(host, {}).get("files", {}) for host in hosts]
-    paths = sorted({path for path, _ in sums[0].items() ^ sums[1].items()}) if all(sums) else []
-    return replace(result, text=f"{result.text} (different: {named(paths)})") if paths else result
 
 
 def _shared(questions: Questions, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:

@@ -17,18 +17,18 @@ from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
 from roxxel_dist.cluster.distributed import make_devices
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
-from roxxel_dist.cluster.targets import Target, check_compiler, parse_target
 from roxxel_dist.cluster.xla_flags import SAVE_MEMORY, UNOPTIMIZED
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.files.discovery import is_tokens
+from roxxel_dist.devices.accelerators import peak_flops
+from roxxel_dist.devices.targets import Target, check_compiler, parse_target
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.attention_kernels import score_bytes
 from roxxel_dist.model.config import ModelConfig
@@ -42,7 +42,7 @@ from roxxel_dist.run.estimate.target_phases import cure, on_target
 from roxxel_dist.run.estimate.target_process import Report, call_for_target
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase
 from roxxel_dist.run.metadata import data_of, saved_config
-from roxxel_dist.run.record import check_resumable, kernel_begun_with, updates_in_blocks
+from roxxel_dist.run.record import check_resumable, kernel_begun_with
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import Validation
@@ -324,7 +324,7 @@ def _estimate(
         last = last_step(plan, options)
         notes += _virtual_shards_notes(options.virtual_shards, curriculum, target)
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
-        steps = Steps.of(components, mesh, plan.total_steps, in_blocks=updates_in_blocks(request.run))
+        steps = Steps.of(components, mesh, plan.total_steps)
         split, state, hparams = steps.split, steps.state, steps.hparams
         if weights is not None:
             check_weights(weights, split.of_base(state.params, hparams))
@@ -527,7 +527,7 @@ def _memory_limit(mesh: Mesh, request: EstimateRequest, target: TargetCompiler |
 def _plan(curriculum: Curriculum, seed: int, saved: CheckpointMetadata | None) -> Plan:
     """The plan; that of a run, if it is of these phases: it includes amendments and skipped steps."""
     kept = None if saved is None else Plan.from_state(saved.plan)
-    if kept is not None and (kept.shapes, kept.seed) == (curriculum.as_begun(kept, seed)[0], seed):
+    if kept is not None and (kept.shapes, kept.seed) == (curriculum.shapes, seed):
         return kept
     return curriculum.plan(seed)
 

@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from roxxel_dist.cluster.accelerators import Accelerator, accelerator
-from roxxel_dist.cluster.program_cost import Kernel, ProgramCost
 from roxxel_dist.cluster.step_parts import (
     ATTENTION,
     BACKWARD,
@@ -16,6 +14,8 @@ from roxxel_dist.cluster.step_parts import (
     OPTIMIZER,
     part_of,
 )
+from roxxel_dist.devices.accelerators import Accelerator, accelerator
+from roxxel_dist.devices.program_cost import Kernel, ProgramCost
 
 COMPUTE, MEMORY, LINKS = "compute", "memory", "links"
 

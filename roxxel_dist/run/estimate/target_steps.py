@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.jax_private import assume_compute_capability
-from roxxel_dist.cluster.program_cost import ProgramCost, program_cost
-from roxxel_dist.cluster.targets import GPUS, Target, hosts_of, is_too_large, memory_in
-from roxxel_dist.cluster.traced_flops import traced_flops
+from roxxel_dist.devices.accelerators import accelerator
+from roxxel_dist.devices.program_cost import ProgramCost, program_cost
+from roxxel_dist.devices.targets import GPUS, Target, hosts_of, is_too_large, memory_in
+from roxxel_dist.devices.traced_flops import traced_flops
 from roxxel_dist.run.estimate.step_costs import (
     COMPUTE,
     LINKS,

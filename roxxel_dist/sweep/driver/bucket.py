@@ -21,7 +21,7 @@ from roxxel_dist.sweep.executors.private_disk import studies_folder
 from roxxel_dist.sweep.study.confirm import EXPECTED, FOLDER
 from roxxel_dist.sweep.study.folder import BASE, EXTRAS, StudyDir
 from roxxel_dist.sweep.study.journal import WAIT_S, Journal
-from roxxel_dist.sweep.study.stored_journal import PARTS, JournalWriter, read_journal
+from roxxel_dist.sweep.study.stored_journal import JournalWriter, read_journal
 
 LEASE = "study.lease"
 FILES = (BASE, EXTRAS, DEFINITION)
@@ -121,8 +121,7 @@ class StudyBucket:
 
     def rollback(self) -> None:
         """Undo `create`; the lease is held until all is deleted."""
-        parts = [info.key for info in self._store.list(PARTS)]
-        self._store.delete([DEFINITION, EXTRAS, BASE, JOURNAL, *parts])
+        self._store.delete([DEFINITION, EXTRAS, BASE, JOURNAL])
         self.is_there = False
 
     @contextmanager

@@ -24,7 +24,7 @@ from roxxel_dist.sweep.driver.decisions import STEPS_SPENT, Decisions, Event
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.executors.ray_executor import LOST_S, Attempt, Item, RayExecutor
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep
-from roxxel_dist.sweep.study.journal import VERSION, History, Journal
+from roxxel_dist.sweep.study.journal import History, Journal
 from roxxel_dist.utils.display import counted
 
 POLL_S = 0.5
@@ -32,8 +32,6 @@ POLL_S = 0.5
 WAITS_S = 30.0
 """How long a trial waits for room before the user sees a message."""
 
-KEEP_GB = "keep_gb"
-"""A rule of earlier versions: it ended paused trials whose checkpoints took too much of the disk."""
 HOURS_SPENT = "the hours of the search are over (--max_hours)"
 LOST = (
     f"Ray was lost: the head of its cluster has not answered for {LOST_S:g} s, or it has ended on this machine. All "
@@ -110,7 +108,6 @@ class Controller:
         """Decide what was not decided any more, and find what is to be run again."""
         self._write(
             "study",
-            version=VERSION,
             metric=self.sweep.metric,
             goal=self.sweep.goal,
             method=self.options.method or self.sweep.method,
@@ -123,9 +120,6 @@ class Controller:
                 self._write_stopped(trial.number, None)
             else:
                 self._queue.append((trial.number, trial.attempts, 0))
-        for trial in list(self._history.paused.values()):
-            if trial.stop is not None and trial.stop["rule"] == KEEP_GB:
-                self._write_stopped(trial.number, None)
 
     def _submit(self) -> None:
         """Keep as many trials running as there are workers."""

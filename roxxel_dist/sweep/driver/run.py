@@ -18,13 +18,13 @@ from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, flat_fields, load
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.checks import (
-    check_batches,
     check_command,
     check_comparable,
     check_effect,
     check_integers,
     check_metric,
     check_pauses,
+    check_values,
     metric_notes,
     program_notes,
     rung_notes,
@@ -35,7 +35,6 @@ from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.driver.start import run_sweep
 from roxxel_dist.sweep.driver.sweep_run import ANNEAL, SweepRun
-from roxxel_dist.sweep.driver.value_checks import check_values
 from roxxel_dist.sweep.executors.private_disk import run_in_bucket
 from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import SpaceExhausted
@@ -93,8 +92,6 @@ def open_sweep(
             raise UserError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
     refuse_led(run.sweep, program=not is_ours, server=run.server is not None)
     run = replace(run, sweep=with_data(run.sweep, run.config, run.data_path, run.swept_fields))
-    if is_ours:
-        check_batches(run)
     if options.transfer_to is not None:
         if not is_ours:
             raise UserError(
@@ -209,11 +206,6 @@ def _notes(run: SweepRun) -> list[str]:
         lines.append(f"--count {count} is more than the run_cap of the sweep's file: it ends at {cap}")
     same_length = not {"phases", "max_steps", "eval_every"} & run.swept_fields
     lines += search_notes(run, [run.config] if same_length else ())
-    if run.is_new and run.program is None and "grad_accum" in run.swept_fields and not run.has_phases:
-        lines.append(
-            "batch_size is the rows of the global batch, and grad_accum its micro-batches: an earlier version trained "
-            "on batch_size x grad_accum rows in a step"
-        )
     return lines if run.server is not None else [*lines, *changed_data(run.sweep, run.history().trials.get(0))]
 
 

@@ -104,11 +104,6 @@ class SweepRun:
         return free | (self.swept_fields & {*self.sweep.rules.derived, *self.sweep.rules.when})
 
     @property
-    def has_phases(self) -> bool:
-        """Whether the trials, or some of them, have phases."""
-        return bool(self.config.phases) or "phases" in self.swept_fields
-
-    @property
     def description(self) -> str:
         """The method and the search space, in a line."""
         words = " ".join(word for word in self.program or () if not word.startswith("${"))

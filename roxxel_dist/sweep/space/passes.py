@@ -64,7 +64,7 @@ class PassBudget:
     def rows_of(self, name: str, seq_len: int) -> int:
         """Rows of so many tokens in a pass over a data set."""
         if (name, seq_len) not in self._rows:
-            self._rows[name, seq_len] = rows_in_a_pass(self.ranges[name], seq_len, self._longest, APART)
+            self._rows[name, seq_len] = rows_in_a_pass(self.ranges[name], seq_len, self._longest)
         return self._rows[name, seq_len]
 
     def trial_phases(self, params: Mapping[str, Any]) -> list[Phase]:

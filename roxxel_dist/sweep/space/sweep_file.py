@@ -37,8 +37,6 @@ RULES = {
     "asha": ("type", "min_iter", "max_iter", "s", "eta", "strict"),
 }
 """The keys of each `early_terminate.type`; hyperband is W&B's own."""
-REMOVED_RULES = {"freeze_thaw": "was removed: use {type: asha, min_iter: 1}"}
-"""Types of earlier versions: a study that has one can be read, and does not go on."""
 METRIC, SERVER_METRIC = ("name", "goal", "weights"), ("impute", "impute_while_running", "target")
 """The keys of `metric`, and those that only W&B's server reads."""
 MEANS = {"mean_loss": "val_loss", "mean_bpb": "val_bpb"}
@@ -131,7 +129,7 @@ def read_sweep(path: str | Path, extras: str | Path | None = None, *, strict: bo
     Args:
         path: the YAML file of the sweep.
         extras: the second file.
-        strict: whether a key is refused that only W&B's server reads, or that earlier versions ignored.
+        strict: whether a key is refused that only W&B's server reads.
 
     Raises UserError that names file, line and key.
     """
@@ -359,10 +357,6 @@ def _early_terminate(spec: Any, locator: YamlLocator) -> Mapping[str, Any] | Non
     if spec is None:
         return None
     kind = spec.get("type") if isinstance(spec, Mapping) else None
-    if kind in REMOVED_RULES:
-        if locator.strict:
-            raise locator.error(["early_terminate", "type"], f"{kind} {REMOVED_RULES[kind]}")
-        return spec
     if not isinstance(spec, Mapping) or kind not in RULES:
         types = ", ".join(RULES)
         why = (

@@ -165,7 +165,7 @@ class StudyDir:
         return known
 
     def sweep(self) -> Sweep:
-        """What it searches. An earlier version may have begun it, which ignored keys that are refused now."""
+        """What it searches. Keys that only W&B's server reads may be there, for it may lead the study."""
         return read_sweep(self._definition, self._extras if self._extras.exists() else None, strict=False)
 
     def open(

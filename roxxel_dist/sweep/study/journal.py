@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from roxxel_dist.cluster.awake_clock import AwakeClock
-from roxxel_dist.cluster.durable import sync_folder
+from roxxel_dist.cluster.durable import FORMAT, FormatError, check_format, sync_folder
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.folder_lock import hold_folder
 from roxxel_dist.place.directory import JOURNAL
@@ -36,14 +36,6 @@ SEARCHING = "searching in"
 """What the holder of a study's lock does, for messages."""
 WAIT_S = 30.0
 """How long a start waits for the driver before it, which may be ending its trials."""
-VERSION = 2
-"""Of the journal's form, in its `study` events. Those of the first release have none; 2 is the first with pauses."""
-KEYS = {
-    "event", "time", "version", "metric", "goal", "method", "seed", "driver", "trial", "params", "point", "attempt",
-    "node", "pid", "step", "value", "rule", "reason", "seconds", "stopped", "more", "kind", "log",
-    "losses", "awake",
-}  # fmt: skip
-"""The keys of events in this version."""
 AWAITED = {"study", "ask"}
 """Of a study in a bucket: events that its store has before anything else happens."""
 SOON = {"stop", "pause", "thaw", "result", "fail"}
@@ -288,29 +280,22 @@ def without_torn_tail(data: bytes) -> bytes:
 
 
 def replay(path: Path, data: bytes) -> History:
-    """The history of whole lines. Raises ValueError with the line of what cannot be read."""
-    history, lines = History(), data.splitlines()
-    for number, line in enumerate(lines, 1):
+    """The history of whole lines. Raises ValueError with the line of what cannot be read, or is of another format."""
+    history = History()
+    for number, line in enumerate(data.splitlines(), 1):
         try:
             event = _from_json(json.loads(line))
-            if event["event"] == "study" and event.get("version", 1) > VERSION:
-                break
+            if event["event"] == "study":
+                check_format(event.get("format"), f"{path}, line {number}")
             history.apply(event)
+        except FormatError:
+            raise
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}, line {number}: damaged ({type(error).__name__}: {error}). Only the last line of a journal "
                 "can be torn: take the file from a copy, or take that line out"
             ) from error
-    else:
-        return history
-    unknown = dict.fromkeys(
-        f"{event['event']}.{key}" for event in map(json.loads, lines) for key in event if key not in KEYS
-    )
-    keys = f"the keys {', '.join(unknown)}" if unknown else "no other keys"
-    raise UserError(
-        f"{path}, line {number}: journal of a newer version: it has {keys}, this version reads up to {VERSION}; update "
-        "roxxel-dist"
-    )
+    return history
 
 
 class Journal:
@@ -392,7 +377,8 @@ class Journal:
 
 
 def _as_json(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: to_json(value) if name == PARAMS else _plain(value) for name, value in event.items()}
+    form = {"format": FORMAT} if event["event"] == "study" else {}
+    return form | {name: to_json(value) if name == PARAMS else _plain(value) for name, value in event.items()}
 
 
 def _from_json(event: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,10 +6,8 @@ before each write.
 """
 
 import json
-import re
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -24,13 +22,8 @@ from roxxel_dist.place.directory import JOURNAL
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore
 
-PARTS = "journal/"
-"""The folder of a journal in numbered parts, as earlier versions wrote it."""
-PART = re.compile(r"(\d{9})(?:-(\d{9}))?\.jsonl")
 FLUSH_S = 1.0
 """How often lines are written that nothing waits for."""
-THREADS = 32
-"""Parts that are read at once."""
 LEASE_POLL_S = 0.2
 
 
@@ -41,8 +34,6 @@ class StoredJournal:
     data: bytes
     etag: str | None
     """Of its object; None where there is none."""
-    parts: tuple[str, ...] = ()
-    """The keys of its parts, where it is not one object yet."""
 
 
 def read_journal(store: "ObjectStore") -> StoredJournal:
@@ -52,30 +43,11 @@ def read_journal(store: "ObjectStore") -> StoredJournal:
             etag = store.head(JOURNAL).etag
             data = store.read(JOURNAL, etag=etag)
         except StoreNotFoundError:
-            return _read_parts(store)
+            return StoredJournal(data=b"", etag=None)
         except StorePreconditionError:  # replaced between the two
             continue
         _check_lines(store.url.join(JOURNAL), data)
         return StoredJournal(data=data, etag=etag)
-
-
-def _read_parts(store: "ObjectStore") -> StoredJournal:
-    """A journal in parts 1, 2, ...; the part FIRST-LAST holds the lines of several."""
-    there = [match for info in store.list(PARTS) if (match := PART.fullmatch(info.key.removeprefix(PARTS)))]
-    parts = sorted((int(match[1]), -int(match[2] or match[1]), PARTS + match[0]) for match in there)
-    chosen: list[str] = []
-    last = 0
-    for first, negative_last, key in parts:
-        if first > last + 1:
-            raise UserError(f"{store.url}: {PARTS}{last + 1:09d}.jsonl is missing: take that object from a copy")
-        if -negative_last > last:  # else a larger part holds its lines too
-            chosen.append(key)
-            last = -negative_last
-    with ThreadPoolExecutor(THREADS) as pool:
-        data = list(pool.map(store.read, chosen))
-    for key, part in zip(chosen, data, strict=True):
-        _check_lines(store.url.join(key), part)
-    return StoredJournal(data=b"".join(data), etag=None, parts=tuple(key for *_, key in parts))
 
 
 def _check_lines(url: ObjectUrl, data: bytes) -> None:
@@ -98,7 +70,7 @@ class JournalWriter:
 
     def __init__(self, store: "ObjectStore", stored: StoredJournal, held: Lease) -> None:
         self._store, self._lease = store, held
-        self._data, self._etag, self._parts = stored.data, stored.etag, stored.parts
+        self._data, self._etag = stored.data, stored.etag
         self._conditions = store.supports_conditions()
         self._changed = threading.Condition()
         self._pending, self._is_urgent, self._is_over = b"", False, False
@@ -107,9 +79,6 @@ class JournalWriter:
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
 
     def __enter__(self) -> "JournalWriter":
-        if self._parts:
-            self._write(self._data)
-            self._store.delete(self._parts)
         self._thread.start()
         return self
 

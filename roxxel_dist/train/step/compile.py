@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from roxxel_dist.cluster.distributed import barrier
 from roxxel_dist.cluster.jax_private import keep_noted_programs
 from roxxel_dist.cluster.mesh import one_device
-from roxxel_dist.cluster.program_cost import program_cost
+from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.settings.training import SHARE_COMPILATION
 
 COMPILE_LIMIT_S = LOCK_LIMIT_S = 3600.0

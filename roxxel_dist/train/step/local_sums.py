@@ -16,8 +16,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.mesh import fit_sharding, micro_batches
+from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.model.transformer import Transformer

@@ -167,7 +167,7 @@ def for_run(optimizer: Optimizer, shapes: Sequence[Shape], saved: Mapping[str, A
     if not isinstance(optimizer, NamedOptimizer):
         return optimizer
     config, tokens = optimizer.config, optimizer.batch_tokens
-    before = LrSchedule.from_dict(saved, config.lr_scaling)
+    before = LrSchedule.from_dict(saved)
     if before is not None and config.warmup_steps is None:
         config = replace(config, warmup_steps=int(before.settings["warmup_steps"]))
         total = sum(shape.steps for shape in shapes)

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from roxxel_dist.cluster.program_cost import program_cost
-from roxxel_dist.cluster.traced_flops import traced_flops
+from roxxel_dist.devices.program_cost import program_cost
+from roxxel_dist.devices.traced_flops import traced_flops
 
 MOST = 1.2
 """Times the work of one device that all may do together; padding of odd lengths is within it."""

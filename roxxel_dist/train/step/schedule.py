@@ -36,21 +36,13 @@ class LrSchedule:
     """Those of `learning_rate`; with scaling also `BATCH_TOKENS`."""
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any], scaling: str) -> "LrSchedule | None":
-        """The schedule that a checkpoint records; None if it records none.
-
-        Checkpoints of earlier versions do not say how the rate was scaled: those that know the tokens of a batch had
-        `scaling`.
-        """
-        if not saved:
-            return None
-        default = scaling if BATCH_TOKENS in saved["settings"] else "none"
-        return cls(kind=saved["kind"], scaling=saved.get("scaling", default), settings=saved["settings"])
+    def from_dict(cls, saved: Mapping[str, Any]) -> "LrSchedule | None":
+        """The schedule that a checkpoint records; None if it records none."""
+        return cls(**saved) if saved else None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        scaling = {} if self.scaling == "none" else {"scaling": self.scaling}
-        return {"kind": self.kind, **scaling, "settings": dict(self.settings)}
+        return {"kind": self.kind, "scaling": self.scaling, "settings": dict(self.settings)}
 
     @property
     def rates(self) -> tuple[Any, ...]:

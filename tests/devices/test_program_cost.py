@@ -7,8 +7,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
-from roxxel_dist.cluster.program_cost import _groups, _instruction, program_cost, splash_flops
-from roxxel_dist.cluster.traced_flops import traced_flops
+from roxxel_dist.devices.hlo import _instruction
+from roxxel_dist.devices.program_cost import _groups, program_cost, splash_flops
+from roxxel_dist.devices.traced_flops import traced_flops
 from roxxel_dist.model.attend import attention
 
 F32 = jnp.float32

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from roxxel_dist.cluster.program_cost import cudnn_flops, mean_trips, splash_flops
+from roxxel_dist.devices.program_cost import cudnn_flops, mean_trips, splash_flops
 
 
 def traced_flops(jaxpr: Any, trips: float = 1) -> float:

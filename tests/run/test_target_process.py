@@ -11,7 +11,7 @@ import pytest
 import target_functions
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.targets import parse_target
+from roxxel_dist.devices.targets import parse_target
 from roxxel_dist.run.estimate import target_process
 from roxxel_dist.run.estimate.target_process import TargetError, call_for_target
 
@@ -53,7 +53,7 @@ def test_a_long_compilation_is_reported(monkeypatch, capsys):
 def test_it_ends_with_its_caller(tmp_path):
     """A compilation cannot be broken off, so the process leaves."""
     program = (
-        "import sys, target_functions; from roxxel_dist.cluster.targets import parse_target\n"
+        "import sys, target_functions; from roxxel_dist.devices.targets import parse_target\n"
         "from roxxel_dist.run.estimate.target_process import call_for_target\n"
         "call_for_target(parse_target('v5e:2x2'), target_functions.wait_for_ever, sys.argv[1])"
     )
