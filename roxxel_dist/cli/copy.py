@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.flags import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.settings.usage_errors import usage_errors
 
