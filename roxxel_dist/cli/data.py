@@ -150,7 +150,7 @@ def data_info(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexArgs:
-    """Write the index of shards that another program has uploaded to an object store. `copy` writes it itself."""
+    """Write the index of shards that another program has uploaded to an object store. `data build` writes it itself."""
 
     path: Positional[str]
     """The address of the data set: s3://, gs:// or az://."""

@@ -24,7 +24,6 @@ BEGUN = {
     ("data", "build"): ["none", "--out", "new"],
     ("data", "append"): ["none", "--out", "new"],
     ("compare",): ["none", "none"],
-    ("copy",): ["none", "new"],
     ("export",): ["none", "--format", "hf", "--out", "new"],
     ("merge",): ["none@1:2", "--out", "new"],
     ("batch",): ["none", "--step", "1"],
