@@ -35,7 +35,7 @@ def test_a_run_in_a_bucket_is_what_the_local_one_is(server, trained, capsys):
         assert (seen.name, seen.state, seen.step) == (url, here.state, here.step)
         assert (seen.losses, seen.phases, seen.spent) == (here.losses, here.phases, here.spent)
         assert [(each.name, each.digests) for each in seen.checkpoints] == [(c.name, True) for c in here.checkpoints]
-        files = RunCopy(ObjectStore.open(url, timeout_s=1), reader.path)
+        files = RunCopy(url)
         files.pull()
         count = len(link.requests)
         files.pull()
