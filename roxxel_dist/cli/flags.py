@@ -140,11 +140,11 @@ class Flag:
 def flags_of(kind: Any, default: Any = None) -> list[Flag]:
     """Every argument of a command in the order of its help, those of a config's fields among them.
 
-    `default` has the values to show as defaults. The class names the flags that come first in `leading`.
+    `default` has the values to show as defaults. Of a class with `own_first` the flags that it declares itself lead.
     """
     flags = [*_fields_of(kind, default)]
     sections = [POSITIONALS, OPTIONS, *SWEEP_SECTIONS.values(), *CLASS_SECTIONS.values(), *CONFIG_SECTIONS.values()]
-    leading: tuple[str, ...] = getattr(kind, "leading", ())
+    leading = [*inspect.get_annotations(kind)] if getattr(kind, "own_first", False) else []
     places = [*leading, *(flag.name for flag in flags if flag.name not in leading)]
     return sorted(flags, key=lambda flag: (sections.index(flag.section), places.index(flag.name)))
 
