@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
             action.required = False  # `read` looks
             return action
         if flag.short and not texts:
-            group.add_argument(flag.short, dest=flag.name, action=_Value, nargs=0 if flag.is_switch else nargs)
+            group.add_argument(flag.short, dest=flag.name, action=_Value, nargs=0 if flag.is_switch else "?")
         nargs = 0 if texts and flag.is_switch else nargs
         return group.add_argument(self.option(flag.name), dest=flag.name, action=_Value, nargs=nargs, **texts)
 
@@ -244,8 +244,8 @@ class Parser(argparse.ArgumentParser):
         in_seconds = float in kinds and not flag.is_of_config and "econds" in flag.doc
         what = "must be a number of seconds, or a time such as 5m" if in_seconds else _what(kinds)
         if word is None:
-            is_text = str in kinds or flag.is_yaml
-            raise UserError(f"{shown} has no value: {f'write {shown} {flag.name.upper()}' if is_text else what}")
+            what = f"write {shown} {flag.name.split('.')[-1].upper()}" if str in kinds or flag.is_yaml else what
+            raise UserError(f"{shown} has no value: {what}")
         if word == "None" and flag.allows_none:
             return None
         if flag.is_yaml:

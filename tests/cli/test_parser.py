@@ -61,6 +61,12 @@ LINES = {
     "--text None --rate None": {},
     "--text=": {"text": ""},
     "--text a=b": {"text": "a=b"},
+    "--text=--": {"text": "--"},  # argparse of Python 3.12 takes it away
+    "--text '-x y' --count -4": {"text": "-x y", "count": -4},  # argparse takes the first for a word
+    "--steps 1 -2 --count 5": {"steps": [1, -2], "count": 5},
+    "--many --text=x y": {"many": (), "text": "x", "paths": ("y",)},
+    "--count 4 - b": {"count": 4, "paths": ("-", "b")},
+    "--text @file": {"text": "@file"},  # no file of arguments
     "--many a b --many c": {"many": ("a", "b", "c")},
     "--many": {"many": ()},
     "--steps 1 2 --count 5": {"steps": [1, 2], "count": 5},
@@ -153,6 +159,14 @@ def test_short_forms(line: str, lines: int) -> None:
     args = parse(LogsArgs, line.split(), "logs")
     assert (args.lines, args.follow, args.run) == (lines, "-f" in line, "r" if "r" in line else "")
     assert Short("-n") == Short("-n")
+
+
+@pytest.mark.parametrize("line", ["-n", "-n -f", "-f -n --rank 1", "r -n"])
+def test_a_short_form_without_a_value_is_named_by_its_long_form(line: str) -> None:
+    from roxxel_dist.cli.jobs import LogsArgs
+
+    with pytest.raises(UserError, match="--lines has no value: must be a whole number"):
+        parse(LogsArgs, line.split(), "logs")
 
 
 FIELDS = {
