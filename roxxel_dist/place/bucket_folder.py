@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 LEASE = "run.lease"
 CONFIG, TOKENIZER, DATA, LOGS = "config.yaml", "tokenizer.json", "data", "logs"
-SAVE_REQUEST, SAVE_ANSWER = ".save/request", ".save/answer"
-"""A request to save, and its answer, in a bucket; `cluster/save_requests.py` has those of a folder."""
 NOT_FETCHED = ("profile/", "plots/")
 """Folders of a run that training never reads again, so they are not fetched; nor are hidden files."""
 AT_ONCE = 16 << 20
