@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roxxel_dist import Trainer
-from roxxel_dist.cli.arguments import flags_in, parse_train
+from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.job.flags import flags_in
 from roxxel_dist.settings.usage_errors import usage_errors
 
 DEFAULT = Path("configs/default_config.yaml")
@@ -20,7 +21,7 @@ DEFAULT = Path("configs/default_config.yaml")
 
 def main(words: Sequence[str]) -> int:
     """Train, and return the exit code: 2 where what was asked for cannot be, 42 where the run was asked to stop."""
-    begins = not {"config", "resume", "fork"} & {name for name, _ in flags_in(list(words))}
+    begins = not {"config", "resume", "fork"} & flags_in(words).keys()
     given = ["--config", str(DEFAULT)] if begins and DEFAULT.exists() else []
     try:
         with usage_errors():

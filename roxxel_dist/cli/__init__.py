@@ -199,7 +199,6 @@ COMMANDS = {
     "audit": "roxxel_dist.cli.audit:audit",
     "check-layouts": "roxxel_dist.cli.check_layouts:check_layouts",
     "compare": "roxxel_dist.cli.audit:compare",
-    "copy": "roxxel_dist.cli.copy:copy",
     "report": "roxxel_dist.cli.report:report",
     "top": "roxxel_dist.cli.top:top",
     "sweep": "roxxel_dist.cli.sweep:sweep",

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
-from roxxel_dist.cli.parser import flags_in, normalise_switches, parse
+from roxxel_dist.cli.parser import build, read
 from roxxel_dist.cluster.exit_codes import UserError, attempt_number
-from roxxel_dist.launcher.job.flags import split_flags
 from roxxel_dist.place.directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.place.run_place import local_run
-from roxxel_dist.settings.config import Config, parse_yaml
+from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.effect import check_effect, chosen, without_effect
 
 
@@ -58,8 +57,7 @@ class TrainArgs(ConfigArgs):
 
 def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     """(arguments, Config) of a `train` command line; raises as `parse_config` does."""
-    words = normalise_switches(words, TrainArgs)
-    given = dict(flags_in(words))
+    given = read(TrainArgs, words, "train")
     if given.get("run_dir") == "":
         raise UserError("--run_dir is empty: name a folder, or leave it out for a new one")
     if "amend" in given and "resume" not in given:
@@ -69,7 +67,8 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     if "skip_steps" in given and "fork" not in given:
         raise UserError("--skip_steps leaves rows out in a new run that begins at a checkpoint: add --fork RUN@STEP")
     if "anneal" in given:
-        words = _of_branch(words, given)
+        _check_branch(given)
+        given.setdefault("lr_schedule", "wsd")
     run = given.get("run_dir") or default_run_dir()
     runs: list[Path] = []
     if "resume" in given or attempt_number():
@@ -82,7 +81,7 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         several = CheckpointRange.parse(given["anneal"])
         runs.append(local_run((several or CheckpointRef.parse(given["anneal"])).run))
     saved = (str(folder / CONFIG) for folder in runs if (folder / CONFIG).exists())
-    return _parse_normalised(TrainArgs, words, "train", next(saved, None))
+    return _with_config(TrainArgs, given, "train", next(saved, None))
 
 
 def check_training(args: TrainArgs, config: Config) -> None:
@@ -104,8 +103,8 @@ def check_new_run(config: Config, data_path: str | None) -> None:
     check_data(config, path)
 
 
-def _of_branch(words: list[str], given: dict[str, str]) -> list[str]:
-    """The words of a decay branch with its schedule. Raises UserError for flags that it cannot have."""
+def _check_branch(given: dict[str, Any]) -> None:
+    """Raises UserError for flags that a decay branch cannot have."""
     for name in ("fork", "skip_steps", "amend", "max_steps", "phases"):
         if name in given:
             raise UserError(f"--anneal begins a fork that ends after --decay_steps: leave --{name} out")
@@ -113,7 +112,6 @@ def _of_branch(words: list[str], given: dict[str, str]) -> list[str]:
         raise UserError(f"--lr_schedule is {given['lr_schedule']}, and the rate of --anneal falls as wsd: leave it out")
     if CheckpointRange.parse(given["anneal"]) is None and CheckpointRef.parse(given["anneal"]).step is None:
         raise UserError(f"--anneal is {given['anneal']}: name kept checkpoints, as RUN@1000 or RUN@1000,2000")
-    return words if "lr_schedule" in given else [*words, "--lr_schedule", "wsd"]
 
 
 def parse_config(
@@ -124,14 +122,13 @@ def parse_config(
     `path` is the config of the run that is resumed or forked: the fields that neither `--config` nor a flag gives.
     Raises ValueError for a value or a file that cannot be used; a word that is no flag exits with 2 and a message.
     """
-    return _parse_normalised(kind, normalise_switches(words, kind), command, path)
+    return _with_config(kind, read(kind, words, command), command, path)
 
 
-def _parse_normalised(
-    kind: type[ConfigArgsT], words: list[str], command: str, path: str | None
+def _with_config(
+    kind: type[ConfigArgsT], flags: dict[str, Any], command: str, path: str | None
 ) -> tuple[ConfigArgsT, Config]:
-    words, model_args = _without_model_args(words)
-    flags = dict(flags_in(words))
+    model_args = {name.partition(".")[2]: flags.pop(name) for name in [*flags] if name.startswith("model_args.")}
     base = Config.from_yaml(flags["config"]) if flags.get("config") else Config()
     if path:
         saved = Config.from_yaml(path)
@@ -142,7 +139,7 @@ def _parse_normalised(
             values["decay_steps"] = None  # of the run's wsd, as in `with_defaults`
         base = base.with_defaults(values)
         base.of_run = base.of_run if flags.get("config") else saved.of_run
-    args = parse(kind, words, command, default=kind(fields=base), normalised=True)
+    args = build(kind, flags, command, kind(fields=base))
     values = args.fields.to_dict()
     defaults = Config().to_dict()
     if model_args:
@@ -167,21 +164,6 @@ def _parse_normalised(
         else:
             check_effect(config, names, from_flags)
     return args, config
-
-
-def _without_model_args(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """(the other words, {name: value} of every `--model_args.NAME VALUE`, whose value is typed as in YAML)."""
-    others: list[str] = []
-    values: dict[str, Any] = {}
-    for name, value, group in split_flags(words):
-        flag = group[0].partition("=")[0]
-        if not name.startswith("model_args."):
-            others += group
-        elif value is None:
-            raise UserError(f"{flag} has no value: write {flag} VALUE")
-        else:
-            values[flag.partition(".")[2]] = parse_yaml(value, flag)
-    return others, values
 
 
 def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.flags import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.launcher.output.console import printable

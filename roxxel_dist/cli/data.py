@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any
 
-from roxxel_dist.cli.argument_types import Positional
-from roxxel_dist.cli.parser import flags_in, parse
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
+from roxxel_dist.launcher.job.flags import flags_in
 from roxxel_dist.settings.usage_errors import usage_errors
 
 MOST_SHARD_MB = 1 << 30
@@ -107,7 +108,7 @@ class AppendArgs:
 
 def data_append(words: list[str]) -> int:
     """Add more text to a data set that `data build` has made."""
-    if refused := {"tokenizer", "vocab_size"} & {name for name, _ in flags_in(words)}:
+    if refused := {"tokenizer", "vocab_size"} & flags_in(words).keys():
         what = " and ".join(f"--{name}" for name in sorted(refused))
         raise UserError(f"a data set keeps the tokenizer that it was built with: leave {what} out")
     args = parse(AppendArgs, words, "data append")
@@ -149,7 +150,7 @@ def data_info(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexArgs:
-    """Write the index of shards that another program has uploaded to an object store. `copy` writes it itself."""
+    """Write the index of shards that another program has uploaded to an object store. `data build` writes it itself."""
 
     path: Positional[str]
     """The address of the data set: s3://, gs:// or az://."""

@@ -62,7 +62,7 @@ class DoctorArgs:
 def doctor(words: list[str]) -> int:
     """Check that hosts answer, are equal, and are ready to train."""
     cut = words.index("--") if "--" in words else len(words)
-    args, command = parse(DoctorArgs, words[:cut], "doctor", underscores=False), words[cut + 1 :]
+    args, command = parse(DoctorArgs, words[:cut], "doctor"), words[cut + 1 :]
     from roxxel_dist.launcher.preflight import failed_hosts
     from roxxel_dist.launcher.preflight.devices import DeviceChecks
     from roxxel_dist.launcher.preflight.run import check_hosts

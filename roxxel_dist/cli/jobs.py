@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from roxxel_dist.cli.argument_types import Positional, Short
+from roxxel_dist.cli.flags import Positional, Short
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, OK_CODES, UserError
 from roxxel_dist.cluster.file_lock import holding_process

@@ -49,7 +49,7 @@ def command_of(name: str) -> Callable[[list[str]], int]:
 
                 refuse_copies(os.environ)
         program = without_program_name(words[end + 1 :])
-        options = parse(kind, given, f"launch {name}", underscores=False)
+        options = parse(kind, given, f"launch {name}")
         with usage_errors():
             _check_counts(options)
         request = LaunchRequest(

@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any, Literal
 
-from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.flags import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.settings.config import parse_yaml

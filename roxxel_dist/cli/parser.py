@@ -1,19 +1,23 @@
-"""The words of a command line as an object of the dataclass that has the arguments of the command.
+"""The words of a command line as an object of the dataclass that has the arguments of the command (`cli/flags.py`).
 
-Each field is an option, `--name VALUE`; `_` and `-` in a name are the same. A field marked `Positional` is given by
-place, one marked `Short` has a short form too. The docstring of a field is its help (`cli/help.py`), and where it says
-that the value is in seconds, 5m and 1.5h are times. Nothing here imports a Config, unless the command takes one.
+argparse reads them. `_` and `-` in the name of a flag are the same, no name is abbreviated, and a value may begin with
+a dash. Where the docstring of a field says that it is in seconds, 5m and 1.5h are times.
 """
 
+import argparse
 import dataclasses
+import inspect
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args, get_origin
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from roxxel_dist.cli.argument_types import POSITIONAL, Short, marks, option_types, parts, plain
+from roxxel_dist.cli.flags import OPTIONS, Flag, flags_of
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.job.flags import split_flags
-from roxxel_dist.utils.component import field_docs
+from roxxel_dist.launcher.job.flags import flags_in, split_flags
+from roxxel_dist.settings.values import as_choice
 
 T = TypeVar("T")
 HELP = frozenset({"-h", "--help"})
@@ -22,304 +26,296 @@ UNITS_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 LONGEST_S = 10 * 365 * 86_400.0
 """The longest time of an option: clocks of the system take no times of 1e20 s."""
 BOOLEANS = {"true": True, "false": False}
-REMOVED = {
-    "launch": {"replace_slow": "leave it out: it compared CPU times, which say nothing about an accelerator"},
-    "plan": {"coordinates": "run examples/coordinate_check.py with the config"},
-    "sweep": {"keep_gb": "leave it out: paused trials keep their checkpoints, which max_to_keep and --count limit"},
-    "train": {"from_step": "begin a new run with --fork RUN@STEP and another --run_dir; RUN stays as it is"},
-    "verify": {"deep": "leave it out: all arrays are compared always"},
-}
-"""Options that a command had, with what to do instead."""
+MIN_WIDTH, MAX_WIDTH, COLUMN = 60, 100, 26
+"""Of the text of `--help`: its width, and where the texts of flags begin."""
 
 
-def parse(
-    kind: type[T],
-    words: list[str],
-    command: str,
-    *,
-    underscores: bool = True,
-    default: T | None = None,
-    normalised: bool = False,
-) -> T:
-    """The words as an object.
+class HelpShown(SystemExit):
+    """The end of a command whose help was printed."""
 
-    With `--help` among them it prints the help of the command and exits with 0.
+    def __init__(self, parser: "Parser") -> None:
+        super().__init__(0)
+        self.parser = parser
 
-    Args:
-        kind: the dataclass of the arguments.
-        words: the command line after the command.
-        command: its name, for messages.
-        underscores: how options are written in its help: --max_steps, or --max-steps.
-        default: has the values of options that are not given; without it the fields' own defaults hold.
-        normalised: whether `words` come from `normalise_switches`.
+
+def parse(kind: type[T], words: list[str], command: str) -> T:
+    """The words after a command as an object of its dataclass.
 
     Raises:
         UserError: a word is no option and has no place, a value is none of its type, or something is not given. The
             message names the option, and the nearest one where there is none of that name.
+        HelpShown: `--help` is among the words, and the help was printed.
+    """
+    return build(kind, read(kind, words, command), command)
+
+
+def read(kind: type, words: list[str], command: str) -> dict[str, Any]:
+    """The values of the arguments that are given, by their names; raises UserError as `parse` does.
+
+    With `--help` among the words there is the key "help", and the other values are words that nobody has judged.
     """
     if HELP.intersection(words):
-        from roxxel_dist.cli.help import help_text
-
-        print(help_text(kind, command, default=default, underscores=underscores))
-        raise SystemExit(0)
-    return read(kind, words if normalised else normalise_switches(words, kind), command, default)
+        return {**flags_in(words), "help": True}
+    return Parser(kind, command).read(words)
 
 
-def read(kind: type[T], words: list[str], command: str, default: T | None) -> T:
-    """As `parse`, for words of `normalise_switches` without `--help`."""
-    taken = _Arguments(kind, command)
-    given = taken.given(words)
-    values = {name: taken.value(name, found) for name, found in given.items()}
-    names = {field.name for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
-    of_config = {name: values.pop(name) for name in [*values] if name not in names}
+def build(kind: type[T], given: dict[str, Any], command: str, default: T | None = None) -> T:
+    """The object with the values of `read`; `default` has the values that are not given."""
+    if "help" in given:
+        parser = Parser(kind, command, default, with_texts=True)
+        parser.print_help()
+        raise HelpShown(parser)
     if default is None:
-        return kind(**values)
-    if of_config:
+        return kind(**given)
+    names = {field.name for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    values = {name: value for name, value in given.items() if name in names}
+    if of_config := {name: value for name, value in given.items() if name not in names}:
         values["fields"] = dataclasses.replace(getattr(default, "fields"), **of_config)  # noqa: B009
     return dataclasses.replace(default, **values)  # pyright: ignore[reportArgumentType]
 
 
-def flags_in(words: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, value) of every flag, guessed without knowing which flags take one; "" if none follows."""
-    return [(name, value or "") for name, value, _ in split_flags(words) if name]
+class Parser(argparse.ArgumentParser):
+    """The parser of a command. With texts it describes the command to a person or a shell, and reads nothing."""
 
+    def __init__(self, kind: Any, command: str, default: Any = None, *, with_texts: bool = False) -> None:
+        self.width = max(MIN_WIDTH, min(MAX_WIDTH, shutil.get_terminal_size().columns)) if with_texts else MAX_WIDTH
+        super().__init__(
+            prog=f"roxxel-dist {command}",
+            usage="",
+            formatter_class=partial(argparse.RawTextHelpFormatter, max_help_position=COLUMN, width=self.width),
+            argument_default=argparse.SUPPRESS,
+            add_help=False,
+            allow_abbrev=False,
+        )
+        self.kind, self.command = kind, command
+        self.flags = {flag.name: flag for flag in flags_of(kind, default)}
+        self.described = list[tuple[Flag, argparse.Action]]()
+        self.places = [flag for flag in self.flags.values() if flag.is_positional]
+        if with_texts:
+            self._describe()
+        else:
+            for flag in self.flags.values():
+                self._add(self, flag)
 
-def normalise_switches(words: list[str], kind: Any) -> list[str]:
-    """The words with `--switch True` as `--switch` and False as `--no-switch`, without those that change nothing.
+    def _add(self, group: Any, flag: Flag, **texts: Any) -> argparse.Action:
+        nargs = (flag.count or "*") if flag.is_list else None
+        if flag.is_positional:
+            action = group.add_argument(flag.name, action=_Value, nargs=nargs, **texts)
+            action.required = False  # `read` looks
+            return action
+        if flag.short and not texts:
+            group.add_argument(flag.short, dest=flag.name, action=_Value, nargs=0 if flag.is_switch else "?")
+        nargs = 0 if texts and flag.is_switch else nargs
+        return group.add_argument(self.option(flag.name), dest=flag.name, action=_Value, nargs=nargs, **texts)
 
-    A field of a config that is true or false gets its value: `--fsdp` alone is `--fsdp True`. So does one with more
-    levels.
-    """
-    types, fields = option_types(kind), dataclasses.fields(kind)
-    switches = {field.name: field.default for field in fields if plain(types.get(field.name)) is bool}
-    has_config = any(field.name == "fields" for field in fields)
-    of_config = {name for name, held in types.items() if held is bool and name not in switches}
-    with_levels = {name for name, held in types.items() if bool in parts(held) and name not in switches} - of_config
-    takes_words = any(POSITIONAL in marks(hint) for hint in types.values())
-    result: list[str] = []
-    switch = ""
-    for name, value, group in split_flags(words, switches.keys() | of_config):
-        flag = group[0].partition("=")[0]
-        if not name and switch and not takes_words and group[0].isalnum():  # a path has another message
-            raise UserError(f"{switch} {group[0]}: must be True or False")
-        is_switch = name in of_config or name.removeprefix("no_") in switches
-        if is_switch and value is not None and value.lower() not in BOOLEANS:
-            raise UserError(f"{flag} {value}: must be True or False")
-        switch = flag if is_switch and value is None else ""
-        given = BOOLEANS.get((value or "").lower(), True)
-        if name in of_config or (name in with_levels and (value is None or value.lower() in BOOLEANS)):
-            result += [flag, str(given)]
-        elif has_config and value is not None and (choice := _choice(types.get(name), value)) != value:
-            result += [flag, choice]
-        elif name not in switches:
-            result += group
-        elif given != switches[name]:
-            result.append(flag if given else f"--no-{flag[2:]}")
-    return result
+    def _describe(self) -> None:
+        """Give the command its texts, and its arguments their sections."""
+        flags = self.flags.values()
+        must = [flag for flag in flags if flag.default is dataclasses.MISSING and not flag.is_positional]
+        words = [*map(_place, self.places), *(f"{self.option(flag.name)} {flag.metavar}" for flag in must)]
+        self.usage = " ".join([self.prog, *words, "[OPTIONS]"]).replace("%", "%%")
+        paragraphs = (inspect.getdoc(self.kind) or "").split("\n\n")
+        self.description = "\n\n".join(_wrapped(text, self.width) for text in paragraphs).replace("%", "%%")
+        titles = [flag.section for flag in flags]
+        for title in dict.fromkeys([*titles[: len(self.places)], OPTIONS, *titles]):
+            group = self.add_argument_group(title)
+            for flag in flags:
+                if flag.section == title:
+                    text = _wrapped(flag.help, self.width - COLUMN).replace("%", "%%")
+                    shown = None if flag.is_switch else _place(flag) if flag.is_positional else flag.metavar
+                    action = self._add(group, flag, help=text, metavar=shown, choices=flag.choices or None)
+                    self.described.append((flag, action))
+            if title == OPTIONS:
+                group.add_argument("-h", "--help", action="help", help="Print this text.")
 
-
-def _choice(hint: Any, value: str) -> str:
-    from roxxel_dist.settings.values import as_choice
-
-    return as_choice(hint, value)
-
-
-class _Arguments:
-    """What a command takes."""
-
-    def __init__(self, kind: Any, command: str) -> None:
-        hints = option_types(kind)
-        self._command = command
-        self._types = {name: plain(hint) for name, hint in hints.items()}
-        self._docs: Mapping[str, str] = field_docs(kind)
-        self._positional = [name for name, hint in hints.items() if POSITIONAL in marks(hint)]
-        self._short = {mark.flag: name for name, hint in hints.items() for mark in marks(hint) if type(mark) is Short}
-        fields = dataclasses.fields(kind)
-        self._switches = {field.name for field in fields if self._types.get(field.name) is bool}
-        self._lists = {name for name, held in self._types.items() if any(map(_is_list, parts(held)))}
-        no_default = dataclasses.MISSING
-        self._required = [field.name for field in fields if field.default is field.default_factory is no_default]
-
-    def flag(self, name: str) -> str:
-        """An option as the help of the command writes it."""
-        return f"--{name.replace('_', '-') if self._command.startswith(('launch', 'doctor')) else name}"
+    def option(self, name: str) -> str:
+        """A flag as the help of the command writes it."""
+        return f"--{name.replace('_', '-') if self.command.startswith(('launch', 'doctor')) else name}"
 
     @property
-    def _all_options(self) -> str:
-        return f"`roxxel-dist {self._command} --help` lists all"
+    def all_options(self) -> str:
+        """Where a person finds all flags."""
+        return f"`{self.prog} --help` lists all"
 
-    def given(self, words: list[str]) -> dict[str, list[str]]:
-        """The words that each argument is given. Raises UserError for a word that belongs to none."""
-        result: dict[str, list[str]] = {}
-        placed: list[str] = []
-        taker = ""  # the argument to which a word without a name belongs
-        for name, value, (word, *_) in split_flags(words, self._switches):
-            if name:
-                taker = self._option(name, value, result)
-            elif word in self._short:
-                short = self._short[word]
-                result[short] = ["True"] if short in self._switches else []
-                taker = "" if short in self._switches else short
-            elif taker and (taker in self._lists or not result[taker]):
-                result[taker].append(word)
+    def read(self, words: list[str]) -> dict[str, Any]:
+        """The values that words give. Raises UserError for a slip in them."""
+        namespace, rest = self.parse_known_intermixed_args([*self._spelled(words)])
+        given = vars(namespace)
+        if rest:
+            self._refuse(rest, given)
+        self._check_required(given)
+        return given
+
+    def _spelled(self, words: list[str]) -> Iterator[str]:
+        """The words as argparse takes them: --NAME=VALUE, also for a switch, and where the value begins with a dash."""
+        bools = {name for name, flag in self.flags.items() if flag.hint is bool}
+        switch = ""
+        for name, value, (word, *_) in split_flags(words, bools):
+            if not name and switch and not self.places and word.isalnum():  # a path has another message
+                raise UserError(f"{switch} {word}: must be True or False")
+            if name.startswith("model_args.") and "model_args" in self.flags and name not in self.flags:
+                self.flags[name] = dataclasses.replace(self.flags["model_args"], name=name)
+                self._add(self, self.flags[name])
+            flag, negated = self.flags.get(name), self.flags.get(name.removeprefix("no_"))
+            switch = word if value is None and name and negated and negated.hint is bool else ""
+            if not name:
+                if word == "--":
+                    raise UserError(f"there is no option --: {self.all_options}")
+                yield word
+            elif flag is None and negated and negated.hint is bool and not negated.is_of_config:
+                yield f"{self.option(negated.name)}=False"
+            elif flag is None or flag.is_positional:
+                self._refuse_option(name)
+            elif flag.is_list:
+                apart = value is not None and not value.startswith("-")
+                yield from [self.option(name), value] if apart else [word if value is None else f"{word}={value}"]
+            elif value is None and bool not in flag.kinds:
+                self.convert(flag, None)
             else:
-                self._check_word(word, placed)
-                placed.append(word)
-        self._place(placed, result)
-        return result
+                yield f"{self.option(name)}={'True' if value is None else value}"
 
-    def _option(self, name: str, value: str | None, result: dict[str, list[str]]) -> str:
-        """Note an option; its name where it takes words that follow."""
-        switch = name.removeprefix("no_")
-        if switch in self._switches:
-            result[switch] = [str(switch == name)]
-            return ""
-        if name not in self._types or name in self._positional:
-            raise UserError(self._no_option(name))
-        if value is None and name not in self._lists:
-            self.value(name, [])
-        words = [] if value is None else [value]
-        result[name] = [*result.get(name, []), *words] if name in self._lists else words
-        return name if name in self._lists else ""
-
-    def _no_option(self, name: str) -> str:
-        if instead := REMOVED.get(self._command.split(maxsplit=1)[0], {}).get(name):
-            return f"the option {self.flag(name)} was removed: {instead}"
-        if name in self._positional:
-            return f"there is no option {self.flag(name)}: {name.upper()} is given by its place: {self._all_options}"
-        near = nearest(name, self._option_names)
-        hint = f"did you mean {self.flag(near)}?" if near else "the command does not have it;"
-        return f"there is no option {self.flag(name)}: {hint} {self._all_options}"
-
-    @property
-    def _option_names(self) -> list[str]:
-        return [name for name in self._types if name not in self._positional]
-
-    @property
-    def _room(self) -> int | None:
-        """How many words have a place; None for any number."""
-        sizes = [get_args(held) if _is_list(held) else (held,) for held in map(self._types.get, self._positional)]
-        return None if any(Ellipsis in size for size in sizes) else sum(map(len, sizes))
-
-    def _check_word(self, word: str, placed: list[str]) -> None:
-        """Raises UserError for a word that is neither an option nor a value, where the command has no place for it."""
-        command = f"`{self._command}`"
-        name, equals, value = word.lstrip("-").partition("=")
-        near = nearest(name.replace("-", "_"), self._option_names)
-        if word.startswith("-") and word != "-":
-            hint = f"did you mean {self.flag(near)}?" if near else self._all_options
-            raise UserError(f"there is no option {word}: options begin with two dashes: {hint}")
-        if self._room is None or len(placed) < self._room:
-            return
-        if self._positional:
-            names = " and ".join(name.upper() for name in sorted(self._positional))
+    def _refuse_option(self, name: str) -> NoReturn:
+        """Raises UserError for a flag that the command does not have."""
+        if name in self.flags:
             raise UserError(
-                f"{command} takes one {names}, and {word!r} is one more: leave it out, or write --OPTION {word}"
+                f"there is no option {self.option(name)}: {name.upper()} is given by its place: {self.all_options}"
+            )
+        near = nearest(name, self._options)
+        hint = f"did you mean {self.option(near)}?" if near else "the command does not have it;"
+        raise UserError(f"there is no option {self.option(name)}: {hint} {self.all_options}")
+
+    @property
+    def _options(self) -> list[str]:
+        return [name for name, flag in self.flags.items() if not flag.is_positional]
+
+    def _refuse(self, rest: Sequence[str], given: dict[str, Any]) -> NoReturn:
+        """Raises UserError for words that have no place, of which there is one."""
+        word = next((word for word in rest if word.startswith("-")), rest[0])
+        name, equals, value = word.lstrip("-").partition("=")
+        near = nearest(name.replace("-", "_"), self._options)
+        if word.startswith("-"):
+            hint = f"did you mean {self.option(near)}?" if near else self.all_options
+            raise UserError(f"there is no option {word}: options begin with two dashes: {hint}")
+        if short := next((flag for flag in self.places if flag.count and flag.name not in given), None):
+            raise UserError(
+                f"`{self.command}` needs {short.name.upper()}, {short.count} words, and has {len(rest)}. "
+                f"{self.all_options}"
+            )
+        if self.places:
+            names = " and ".join(sorted(flag.name.upper() for flag in self.places))
+            raise UserError(
+                f"`{self.command}` takes one {names}, and {word!r} is one more: leave it out, or write --OPTION {word}"
             )
         hint = ""
         if equals and near:
-            hint = f": write {self.flag(near)} {value}"
-        elif word.endswith((".yaml", ".yml")) and "config" in self._types:
-            hint = f": write --{'sweep_config' if 'sweep_config' in self._types else 'config'} {word}"
-        elif "data_path" in self._types:
+            hint = f": write {self.option(near)} {value}"
+        elif word.endswith((".yaml", ".yml")) and "config" in self.flags:
+            hint = f": write --{'sweep_config' if 'sweep_config' in self.flags else 'config'} {word}"
+        elif "data_path" in self.flags:
             hint = f": write --data_path {word}"
-        elif "hosts" in self._types:
+        elif "hosts" in self.flags:
             hint = f": hosts are separated by commas, as in --hosts a,{word.strip(',')}"
-        raise UserError(f"{command} takes only options, and {word!r} is not one{hint}")
+        raise UserError(f"`{self.command}` takes only options, and {word!r} is not one{hint}")
 
-    def _place(self, placed: list[str], result: dict[str, list[str]]) -> None:
-        """Give words their places. Raises UserError for an argument without a default that is not given."""
-        rest = list(placed)
-        for name in self._positional:
-            held = self._types[name]
-            count = 1 if not _is_list(held) else len(rest) if Ellipsis in get_args(held) else len(get_args(held))
-            if found := rest[:count]:
-                result[name], rest = found, rest[count:]
-            if 0 < len(found) < count:
-                raise UserError(
-                    f"`{self._command}` needs {name.upper()}, {count} words, and has {len(found)}. {self._all_options}"
-                )
-        missing = {name: self._types[name] for name in self._required if name not in result}
-        if takers := [name for name in result if name in self._lists - {*self._positional} and len(result[name]) > 1]:
-            for name in {*missing} & {*self._positional}:
-                flag, words = self.flag(takers[-1]), " ".join(result[takers[-1]])
-                raise UserError(
-                    f"`{self._command}` needs {name.upper()}, and {flag} has taken all of {words}: write "
-                    f"{name.upper()} before {flag}. {self._all_options}"
-                )
-        if len(missing) == 1 and placed and {*missing} <= {*self._positional}:
-            names = " and ".join(name.upper() for name in sorted(self._positional))
+    def _check_required(self, given: dict[str, Any]) -> None:
+        """Raises UserError for arguments without a default that are not given."""
+        missing = [
+            flag for flag in self.flags.values() if flag.default is dataclasses.MISSING and flag.name not in given
+        ]
+        takers = [name for name, value in given.items() if self.flags[name].is_list and len(value or ()) > 1]
+        for flag in [flag for flag in missing if flag.is_positional and takers]:
+            taker, words = self.option(takers[-1]), " ".join(map(str, given[takers[-1]]))
             raise UserError(
-                f"`{self._command}` needs {names}, {len(self._positional)} words, and has {len(placed)}. "
-                f"{self._all_options}"
+                f"`{self.command}` needs {flag.name.upper()}, and {taker} has taken all of {words}: write "
+                f"{flag.name.upper()} before {taker}. {self.all_options}"
             )
         needs = []
-        for name, held in missing.items():
-            choices = get_args(held) if get_origin(held) is Literal else ()
-            shown = name.upper() if name in self._positional else f"{self.flag(name)} "
-            shown += "" if name in self._positional else "|".join(choices) or name.upper()
-            needs.append(f"{shown} ({self._docs[name].partition('. ')[0].rstrip('.')})")
+        for flag in missing:
+            shown = flag.name.upper()
+            if not flag.is_positional:
+                shown = f"{self.option(flag.name)} {'|'.join(flag.choices) or shown}"
+            needs.append(f"{shown} ({flag.doc.partition('. ')[0].rstrip('.')})")
         if needs:
-            raise UserError(f"`{self._command}` needs {'; '.join(needs)}. {self._all_options}")
+            raise UserError(f"`{self.command}` needs {'; '.join(needs)}. {self.all_options}")
 
-    def value(self, name: str, words: list[str]) -> Any:
-        """The value of an argument. Raises UserError where the words are none of its type."""
-        held, flag = self._types[name], name.upper() if name in self._positional else self.flag(name)
-        kinds = parts(held)
-        if kinds != [held] and words == ["None"]:
+    def convert(self, flag: Flag, word: str | None, kinds: Sequence[Any] = ()) -> Any:
+        """The value of one word; None: a flag that stands without one. Raises UserError for a word of another type."""
+        shown, kinds = flag.name.upper() if flag.is_positional else self.option(flag.name), kinds or flag.kinds
+        in_seconds = float in kinds and not flag.is_of_config and "econds" in flag.doc
+        what = "must be a number of seconds, or a time such as 5m" if in_seconds else _what(kinds)
+        if word is None:
+            what = f"write {shown} {flag.name.split('.')[-1].upper()}" if str in kinds or flag.is_yaml else what
+            raise UserError(f"{shown} has no value: {what}")
+        if word == "None" and flag.allows_none:
             return None
-        if _is_yaml(kinds[0]):
+        if flag.is_yaml:
             from roxxel_dist.settings.config import parse_yaml
 
-            return parse_yaml(self._one(flag, words, kinds), flag)
-        if name in self._lists:
-            inner = next(part for part in get_args(kinds[0]) if part is not Ellipsis)
-            return get_origin(kinds[0])(self._convert(flag, word, [inner], name) for word in words)
-        return self._convert(flag, self._one(flag, words, kinds), kinds, name)
-
-    def _one(self, flag: str, words: list[str], kinds: list[Any]) -> str:
-        if words:
-            return words[0]
-        if str in kinds or _is_yaml(kinds[0]):
-            raise UserError(f"{flag} has no value: write {flag} {flag.strip('-').replace('-', '_').upper()}")
-        raise UserError(f"{flag} has no value: must be {_what(kinds)}")
-
-    def _convert(self, flag: str, word: str, kinds: list[Any], name: str) -> Any:
-        in_seconds = "econds" in self._docs.get(name, "")
+            return parse_yaml(word, shown)
         for kind in kinds:
-            if get_origin(kind) is Literal and word in get_args(kind):
-                return word
-            if kind is bool and word.lower() in BOOLEANS:
+            if get_origin(kind) is Literal:
+                if (choice := word if bool in kinds else as_choice(kind, word)) in get_args(kind):
+                    return choice
+            elif kind is bool and word.lower() in BOOLEANS:
                 return BOOLEANS[word.lower()]
-            if kind is float and in_seconds and (match := DURATION.fullmatch(word)):
-                word = str(float(match[1]) * UNITS_S[match[2]])
-            if kind in (int, float):
+            elif kind in (int, float):
+                if in_seconds and (match := DURATION.fullmatch(word)):
+                    word = str(float(match[1]) * UNITS_S[match[2]])
                 try:
                     number = kind(word)
                 except ValueError:
                     continue
-                if kind is float and in_seconds and LONGEST_S < number < float("inf"):
-                    raise UserError(f"{flag} {word}: must be at most {LONGEST_S:,.0f} seconds, ten years")
+                if in_seconds and LONGEST_S < number < float("inf"):
+                    raise UserError(f"{shown} {word}: must be at most {LONGEST_S:,.0f} seconds, ten years")
                 return number
-            if kind is str:
+            elif kind is str:
                 return word
-        what = "a number of seconds, or a time such as 5m" if float in kinds and in_seconds else _what(kinds)
-        raise UserError(f"{flag} {word}: must be {what}" if word else f"{flag} has no value: must be {what}")
+        raise UserError(f"{shown} {word}: {what}" if word else f"{shown} has no value: {what}")
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError for what argparse says of the words."""
+        raise UserError(f"{message}; {self.all_options}")
 
 
-def _is_list(kind: Any) -> bool:
-    return get_origin(kind) in (tuple, list) and not _is_yaml(kind)
+class _Value(argparse.Action):
+    """Keep the value of an argument, by its type; the words of a list that is given again are added to it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        flag = parser.flags[self.dest]
+        if not flag.is_list:
+            # [] is what Python before 3.13 makes of --NAME=--
+            value = parser.convert(flag, "True" if self.nargs == 0 else values or ("--" if values == [] else ""))
+        elif values == ["None"] and flag.allows_none:
+            value = None
+        else:
+            (kind,) = flag.kinds
+            inner = next(part for part in get_args(kind) if part is not ...)
+            found = [parser.convert(flag, word, [inner]) for word in values]
+            value = get_origin(kind)([*(getattr(namespace, self.dest, None) or ()), *found])
+        setattr(namespace, self.dest, value)
 
 
-def _is_yaml(kind: Any) -> bool:
-    """Whether a value of this type is one word of YAML: a mapping, or a list of some."""
-    return get_origin(kind) is dict or any(get_origin(part) is dict for part in get_args(kind))
-
-
-def _what(kinds: list[Any]) -> str:
+def _what(kinds: Sequence[Any]) -> str:
     if choices := [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]:
-        return f"one of {', '.join(['True', 'False'] * (bool in kinds) + sorted(choices))}"
-    return "a number" if float in kinds else "a whole number" if int in kinds else "True or False"
+        return f"must be one of {', '.join(['True', 'False'] * (bool in kinds) + sorted(choices))}"
+    return f"must be {'a number' if float in kinds else 'a whole number' if int in kinds else 'True or False'}"
+
+
+def _place(flag: Flag) -> str:
+    """What stands for an argument that is given by place."""
+    return (
+        " ".join([flag.metavar] * flag.count)
+        if flag.count
+        else f"[{flag.metavar} ...]"
+        if flag.is_list
+        else flag.metavar
+    )
+
+
+def _wrapped(text: str, width: int) -> str:
+    """A text in lines; what stands in backquotes, such as a command, is not broken."""
+    whole = re.sub(r"`[^`]*`", lambda span: "\0".join(span[0].split()), " ".join(text.split()))
+    return textwrap.fill(whole, width, break_on_hyphens=False, break_long_words=False).replace("\0", " ")
 
 
 def nearest(name: str, names: list[str]) -> str | None:

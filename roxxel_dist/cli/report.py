@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.flags import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.console import info, printable

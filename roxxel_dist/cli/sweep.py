@@ -10,10 +10,11 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from roxxel_dist.cli.arguments import ConfigArgs, TrainArgs, parse_config
-from roxxel_dist.cli.parser import flags_in, split_flags
+from roxxel_dist.cli.parser import HELP
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.data.files.discovery import absolute, check_local
+from roxxel_dist.launcher.job.flags import flags_in, split_flags
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.place.directory import DEFINITION
 from roxxel_dist.place.run_place import bucket_url, local_run
@@ -35,7 +36,7 @@ class SweepArgs(SweepOptions, ConfigArgs):
 
 def sweep(words: list[str]) -> int:
     """Search for the best configuration, in trials that are Ray tasks."""
-    if "confirm" in dict(flags_in(words)) and not {"-h", "--help"}.intersection(words):
+    if "confirm" in flags_in(words) and not HELP.intersection(words):
         return confirm(words)
     with ExitStack() as held:
         search = _prepared(words, held)
@@ -64,7 +65,7 @@ def confirm(words: list[str]) -> int:
 
     with ExitStack() as held:
         with usage_errors():
-            flags = dict(flags_in(words))
+            flags = flags_in(words)
             factor = _factor(flags)
             bucket = _bucket({**flags, "dry_run": ""}, held)  # the study itself is only read
             study = read_study(flags["study"]) if bucket is None else read_study(bucket.path, bucket.url)
@@ -171,9 +172,9 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
     from roxxel_dist.sweep.study.folder import StudyDir
 
     with usage_errors():
-        if {"-h", "--help"}.intersection(words):  # before the lock of a study is taken
+        if HELP.intersection(words):  # before the lock of a study is taken
             parse_config(SweepArgs, words, "sweep", None)
-        flags = dict(flags_in(words))
+        flags = flags_in(words)
         named: dict[str, Any] = {name: flags.get(name) for name in ("study", "sweep_config", "sweep_id")}
         bucket = _bucket(flags, held)
         study = StudyDir(SweepOptions(**named).folder) if bucket is None else bucket.files

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
-from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.arguments import (
     ConfigArgs,
     check_new_run,
@@ -16,6 +15,7 @@ from roxxel_dist.cli.arguments import (
     parse_train,
     steps_to_skip,
 )
+from roxxel_dist.cli.flags import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.cluster.extras import pip_install

@@ -1,48 +1,22 @@
-"""A checkpoint on request: a command touches a file in the run directory, and waits until the job takes it away.
+"""A checkpoint on request: a command asks in the mailbox of the run directory, and waits for the answer.
 
-The job looks about once a second, saves, writes the answer into a second file, and then deletes the first one. A
-request during a save is answered by the next save. The command that asks does not import jax.
+Rank 0 looks about once a second, saves, and answers. A request during a save is answered by the next save.
 """
 
 import contextlib
-import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.mailbox import Mailbox
 
-REQUEST, ANSWER = ".save-request", ".save-answer"
+FOLDER = ".save"
 LOOK_EVERY_S = 1.0
 
 
-def post_request(folder: Path) -> None:
-    """Ask the job that trains in `folder`.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    (folder / REQUEST).touch()
-
-
-def read_answer(folder: Path) -> dict[str, Any] | None:
-    """{"step": saved step} or {"error": text}; None while the request is open.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
-    if (folder / REQUEST).exists():
-        return None
-    with contextlib.suppress(FileNotFoundError):  # a run that began has deleted both
-        return json.loads((folder / ANSWER).read_text(encoding="utf-8"))
-    return None
-
-
-def sweep(folder: Path) -> None:
-    """Delete what earlier runs left. The answers go first: else they would answer the request."""
-    for path in (*folder.glob(f"*{ANSWER}*"), folder / REQUEST):
-        path.unlink(missing_ok=True)
+def mailbox(run: str | Path) -> Mailbox:
+    """The requests to save in a run directory; an answer is {"step": saved step} or {"error": text}."""
+    return Mailbox(Path(run, FOLDER))
 
 
 class SaveRequests:
@@ -53,24 +27,23 @@ class SaveRequests:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        self._asked: int | None = None  # when, as the file has it
-        self._step: int | None = None  # that is being saved for it
-        self._answer: dict[str, Any] | None = None  # not written yet
+        self._mailbox = mailbox(folder)
+        self._waiting: list[str] = []  # no save has begun since they came
+        self._saving: list[str] = []  # for which a step is being saved
+        self._step: int | None = None
+        self._answers: dict[str, dict[str, Any]] = {}  # not written yet
         self._look_at = 0.0
 
     def is_open(self) -> bool:
         """Whether a request waits for a save to begin."""
         if self._step is None and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_EVERY_S
-            self._write_answer()
-            if self._answer is None:
-                self._look()
-        return self._step is None and self._answer is None and self._asked is not None
+            self._look()
+        return self._step is None and bool(self._waiting)
 
     def begin(self, step: int) -> None:
-        """The save of `step` begins, and is for the open request."""
-        self._step = step
+        """The save of `step` begins, and is for the open requests."""
+        self._step, self._saving, self._waiting = step, [*self._saving, *self._waiting], []
 
     def saved(self, step: int) -> None:
         """The checkpoint of `step` is complete."""
@@ -78,30 +51,27 @@ class SaveRequests:
             self._end({"step": step})
 
     def failed(self, step: int, why: str) -> None:
-        """`step` could not be saved, so the command that asked shall not wait."""
+        """`step` could not be saved, so the commands that asked shall not wait."""
         if self._step == step:
             self._end({"error": f"step {step} could not be saved: {why}"})
 
     def finish(self, step: int) -> None:
         """The run ends, and `step`, its last one, is saved: the answer to what is open."""
         self._look()
-        if self._asked is not None:
-            self._end({"step": step})
+        self.begin(step)
+        self._end({"step": step})
 
     def _look(self) -> None:
-        with contextlib.suppress(OSError):  # no request; or a network file system that is away for a moment
-            self._asked = (self._folder / REQUEST).stat().st_mtime_ns
+        self._write_answers()
+        self._waiting += [name for name, _ in self._mailbox.take_requests()]
 
-    def _end(self, answer: Mapping[str, Any]) -> None:
-        self._step, self._answer = None, dict(answer)
-        self._write_answer()
+    def _end(self, answer: dict[str, Any]) -> None:
+        self._answers |= dict.fromkeys(self._saving, answer)
+        self._step, self._saving = None, []
+        self._write_answers()
 
-    def _write_answer(self) -> None:
-        if self._answer is None:
-            return
-        request, answer = self._folder / REQUEST, self._folder / ANSWER
+    def _write_answers(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: again at the next look
-            write_file(answer, json.dumps(self._answer) + "\n", sync=False)
-            asked, self._answer, self._asked = self._asked, None, None
-            if request.stat().st_mtime_ns == asked:  # else somebody asked again meanwhile
-                request.unlink()
+            for name in [*self._answers]:
+                self._mailbox.answer(name, self._answers[name])
+                del self._answers[name]

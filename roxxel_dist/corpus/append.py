@@ -119,8 +119,8 @@ def append(
 def _folder(out: PathLike) -> Path:
     if names_objects(out):
         raise UserError(
-            f"{out} is in an object store: append to the local folder of the data set, and send the new shards with "
-            f"`roxxel-dist copy DIR {out}`"
+            f"{out} is in an object store: append to the local folder of the data set, send the new shards, as with "
+            f"`aws s3 sync`, and write the index: `roxxel-dist data index {out}`"
         )
     folder = Path(out)
     if any(folder.glob("*.rox")):

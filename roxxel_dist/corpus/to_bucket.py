@@ -1,10 +1,12 @@
 """A build into a bucket: the files are made in a folder of the cache, sent shard by shard, and indexed last."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,24 +14,66 @@ from pathlib import Path
 
 import xxhash
 
-from roxxel_dist.cluster.durable import cache_folder
+from roxxel_dist.cluster.durable import cache_folder, write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import ENDING
 from roxxel_dist.data.files.writer import BUILD_FILE
 from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.data.remote.index import INDEX
-from roxxel_dist.data.remote.publish import copy_data
-from roxxel_dist.objects.copy import Sender
-from roxxel_dist.objects.copy_record import RECORD
+from roxxel_dist.data.remote.index import INDEX, write_index
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.objects.tree import FolderSource
 from roxxel_dist.utils.progress import Progress
 from roxxel_dist.utils.voice import argument
 
 BUILDS = "builds"
+THREADS = 4
+"""Files that are sent at a time."""
 FIRST = "00000" + ENDING
+
+
+class SentFiles:
+    """The files of a build that are in the bucket. Thread-safe.
+
+    A file beside the folder of the build keeps them, so that what a build has sent before it was killed is not sent
+    again.
+    """
+
+    def __init__(self, store: ObjectStore, folder: Path) -> None:
+        self._store, self._path, self._lock = store, folder.with_name(f"{folder.name}.sent"), threading.Lock()
+        self._files: dict[str, list[str]] = {}  # name: digest, etag
+        with suppress(FileNotFoundError, ValueError):
+            self._files = json.loads(self._path.read_bytes())
+
+    def send(self, name: str, path: Path) -> None:
+        """Send a file; it may be moved afterwards."""
+        entry = [_digest(path), self._store.upload(path, name)]
+        with self._lock:
+            self._files[name] = entry
+            write_file(self._path, json.dumps(self._files).encode())
+
+    def has(self, name: str, path: Path, etag: str | None) -> bool:
+        """Whether the object of this etag has the bytes of a file."""
+        return etag is not None and self._files.get(name) == [_digest(path), etag]
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises StoreError if the store has other objects than those sent."""
+        there = {info.key: info.etag for info in self._store.list()}
+        for name in names:
+            if there.get(name) != self._files[name][1]:
+                raise StoreError(
+                    f"{self._store.url.join(name)}: it was replaced or deleted while the build was sent: start the "
+                    "command again when no other program writes there"
+                )
+
+    def forget(self) -> None:
+        """Remove the record."""
+        self._path.unlink(missing_ok=True)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +134,13 @@ class BucketOut:
         If the build fails, the objects that it has sent are deleted.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        sent: list[str] = []
-        sender = Sender(self.store)
-        pool = ThreadPoolExecutor(2)
-
-        is_away = threading.Event()
+        sent, files = list[str](), SentFiles(self.store, self.folder)
+        pool, is_away = ThreadPoolExecutor(2), threading.Event()
 
         def send(name: str, path: Path) -> None:
             try:
                 if not is_away.is_set():
-                    sender.send(name, path)
+                    files.send(name, path)
             except OSError:  # it is sent again at the end, where a failure is an error
                 is_away.set()
 
@@ -114,15 +155,39 @@ class BucketOut:
                 yield finished
             finally:
                 pool.shutdown(cancel_futures=True)
-                with suppress(StoreError):
-                    sender.flush()
         except BaseException:
             with suppress(StoreError):
-                self.store.delete([*sent, RECORD])
+                self.store.delete(sent)
             shutil.rmtree(self.folder, ignore_errors=True)
+            files.forget()
             raise
-        source = FolderSource(self.folder)
-        files = source.files()
-        with log.bar(f"sending to {self.store.url}", max(1, sum(file.size for file in files))) as advance:
-            copy_data(source, self.store, files, advance=advance, overwrite=True)
+        self._complete(files, log)
         shutil.rmtree(self.folder)
+        files.forget()
+
+    def _complete(self, sent: SentFiles, log: Progress) -> None:
+        """Send what is not there; without the first shard of a split, and its index, the others are not valid."""
+        paths = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*") if path.is_file()}
+        paths = {name: paths[name] for name in sorted(paths) if not re.search(r"(^|/)\.", name)}
+        splits = sorted({name.rpartition("/")[0] for name in paths if name.endswith(ENDING)})
+        there = {info.key: info.etag for info in self.store.list()}
+        replaced = [key for key in there if key.endswith(ENDING) and key.rpartition("/")[0] in splits]
+        self.store.delete([key for key in there if key in {f"{split}/{INDEX}".lstrip("/") for split in splits}])
+        self.store.delete([key for key in replaced if key not in paths])
+        absent = [name for name in paths if not sent.has(name, paths[name], there.get(name))]
+        total = sum(paths[name].stat().st_size for name in absent)
+        with log.bar(f"sending to {self.store.url}", max(1, total)) as advance:
+
+            def send(name: str) -> None:
+                sent.send(name, paths[name])
+                advance(paths[name].stat().st_size)
+
+            for is_first in (False, True):
+                pool = ThreadPoolExecutor(THREADS)
+                try:
+                    list(pool.map(send, [name for name in absent if name.endswith(FIRST) is is_first]))
+                finally:
+                    pool.shutdown(cancel_futures=True)
+        sent.check(paths)
+        for split in splits:
+            write_index(ObjectStore.open(self.store.url.join(split), timeout_s=self.store.timeout_s))

@@ -407,8 +407,8 @@ class Roxxel:
             raise UserError(f"{self.filepath}: a part made by split() cannot be written to; write to the data set")
         if names_objects(self.filepath):
             raise UserError(
-                f"{self.filepath} is in an object store: write to a local folder, and copy it there with "
-                f"`roxxel-dist copy DIR {self.filepath}`"
+                f"{self.filepath} is in an object store: write to a local folder, copy it there, as with "
+                f"`aws s3 sync`, and write the index: `roxxel-dist data index {self.filepath}`"
             )
         file = self._opened[0].shard if self._opened else None
         if isinstance(file, ForeignFile):

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 LEASE = "run.lease"
 CONFIG, TOKENIZER, DATA, LOGS = "config.yaml", "tokenizer.json", "data", "logs"
-SAVE_REQUEST, SAVE_ANSWER = ".save/request", ".save/answer"
-"""A request to save, and its answer, in a bucket; `cluster/save_requests.py` has those of a folder."""
 NOT_FETCHED = ("profile/", "plots/")
 """Folders of a run that training never reads again, so they are not fetched; nor are hidden files."""
 AT_ONCE = 16 << 20
@@ -92,6 +90,9 @@ class BucketFolder:
         self._store = ObjectStore.open(self.url, **({} if timeout_s is None else {"timeout_s": timeout_s}))
         self._read_only = read_only
         self._holds = False  # whether this process is the only one of this host that trains in the folder
+        self.objects: dict[str, ObjectInfo] = {}
+        """What the bucket had at the last `pull`."""
+        self._etags: dict[str, str] = {}  # of what a reader has fetched
         self._fetched: dict[str, FileState | None] = {}
         """The local file of a name, where it was what its object was; None where it was a newer state of it."""
 
@@ -109,7 +110,8 @@ class BucketFolder:
         make_folder(self.folder)
         if not self._read_only and not self._holds and is_held(self.folder / LOCK, unknown=False):
             return self.folder
-        objects = {info.key: info for info in self._store.list() if self._is_fetched(info.key)}
+        self.objects = {info.key: info for info in self._store.list()}
+        objects = {key: info for key, info in self.objects.items() if self._is_fetched(key)}
         if CONFIG not in objects:
             if shards := [key for key in objects if key.endswith(ENDING) and "/" not in key]:
                 raise UserError(f"{self.url} holds a data set ({shards[0]}), and no run: name the address of a run")
@@ -119,7 +121,8 @@ class BucketFolder:
                     f"another prefix"
                 )
             # No config: a run that never began left these objects, and those that lie deeper belong to other runs.
-            objects = {key: info for key, info in objects.items() if "/" not in key or key.startswith(f"{LOGS}/")}
+            deeper = (f"{LOGS}/", f"{CHECKPOINTS}/")
+            objects = {key: info for key, info in objects.items() if "/" not in key or key.startswith(deeper)}
         for path in self._local_files():
             name = str(path.relative_to(self.folder))
             if name not in objects and not name.startswith((f"{LOGS}/", *NOT_FETCHED)):
@@ -153,6 +156,15 @@ class BucketFolder:
     def _pull(self, info: ObjectInfo) -> FileState | None:
         """Fetch one file; None where the local one is a newer state of it."""
         path = self.folder / info.key
+        if self._read_only and self._etags.get(info.key) == info.etag and path.exists():
+            return state_of(path)
+        state = self._fetch(info, path)
+        if self._read_only and state is not None:
+            os.utime(path, (info.modified, info.modified))
+            self._etags[info.key] = info.etag
+        return state
+
+    def _fetch(self, info: ObjectInfo, path: Path) -> FileState | None:
         make_folder(path.parent)
         with contextlib.suppress(StoreNotFoundError):  # deleted since it was listed
             if info.key.startswith(f"{DATA}/") and path.is_file() and path.stat().st_size == info.size:

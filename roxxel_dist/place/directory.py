@@ -92,7 +92,7 @@ class RunDirectory:
             self._new = []
             raise
         self.check_new(resume)  # again, under the lock
-        save_requests.sweep(self.path)
+        save_requests.mailbox(self.path).clear()
         for name in RUN_FILES:
             for temporary in leftovers_of(self.path / name):
                 temporary.unlink(missing_ok=True)

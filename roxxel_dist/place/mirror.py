@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from roxxel_dist.checkpoint.digests import files_below
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS
-from roxxel_dist.cluster.save_requests import post_request, read_answer
+from roxxel_dist.cluster import save_requests
+from roxxel_dist.cluster.mailbox import ANSWER, REQUEST
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
-from roxxel_dist.place.bucket_folder import AT_ONCE, SAVE_ANSWER, SAVE_REQUEST, FileState, state_of
+from roxxel_dist.place.bucket_folder import AT_ONCE, FileState, state_of
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore
@@ -50,7 +51,7 @@ class RunMirror:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._problem: Exception | None = None
-        self._serving = False  # a request of the bucket is in the folder
+        self._serving: list[str] = []  # requests of the bucket that are in the folder
         self._unreadable: dict[str, str] = {}
         """By file, the error of the disk that kept it from being sent, and is logged."""
         self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
@@ -62,8 +63,7 @@ class RunMirror:
     def start(self) -> None:
         """Begin; delete the requests and answers that an earlier process left."""
         if self._serves:
-            self._store.delete([SAVE_ANSWER])  # first: else it would answer the request
-            self._store.delete([SAVE_REQUEST])
+            self._store.delete([info.key for info in self._store.list(save_requests.FOLDER)])
         self._thread.start()
 
     def check(self) -> None:
@@ -122,9 +122,9 @@ class RunMirror:
             if everything or now >= self._sent.get(name, (None, 0.0))[1]:
                 with self._readable(name):
                     self._send(name, path)
-        if self._serves:
+        if self._serves and self._thread.ident is not None:  # `start` clears what a dead run was asked
             with self._readable("requests to save"):
-                self._serve_request()
+                self._serve_requests()
 
     def _files(self) -> list[Path]:
         """What this rank sends: no checkpoints, which have their own way, and nothing hidden."""
@@ -151,17 +151,15 @@ class RunMirror:
                 return
             self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
 
-    def _serve_request(self) -> None:
-        """Pass a request in the bucket to the folder, and its answer back."""
-        if not self._serving and is_asked(self._store):
-            post_request(self._folder)
-            self._serving = True
-        elif self._serving and (answer := read_answer(self._folder)) is not None:
-            self._store.write(SAVE_ANSWER, json.dumps(answer).encode())
-            self._store.delete([SAVE_REQUEST])
-            self._serving = False
-
-
-def is_asked(store: ObjectStore) -> bool:
-    """Whether a request to save the run at the prefix of `store` is open."""
-    return SAVE_REQUEST in (info.key for info in store.list(SAVE_REQUEST.rpartition("/")[0]))
+    def _serve_requests(self) -> None:
+        """Pass requests in the bucket to the folder, and answers back."""
+        box = save_requests.mailbox(self._folder)
+        for key in [info.key for info in self._store.list(save_requests.FOLDER)]:
+            if key.endswith(REQUEST):
+                if (name := Path(key).stem) not in self._serving:
+                    self._serving.append(box.post({}, name))
+                self._store.delete([key])
+        for name in [*self._serving]:
+            if (answer := box.take_answer(name)) is not None:
+                self._store.write(f"{save_requests.FOLDER}/{name}{ANSWER}", json.dumps(answer).encode())
+                self._serving.remove(name)

@@ -2,15 +2,19 @@
 
 import contextlib
 import json
+import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS
+from roxxel_dist.cluster import save_requests
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.save_requests import post_request, read_answer
+from roxxel_dist.cluster.mailbox import ANSWER, REQUEST
+from roxxel_dist.cluster.save_requests import FOLDER
 from roxxel_dist.objects.errors import StoreNotFoundError
-from roxxel_dist.place.bucket_folder import LEASE, SAVE_ANSWER, SAVE_REQUEST
+from roxxel_dist.place.bucket_folder import LEASE
 from roxxel_dist.place.directory import CONFIG, is_held
 from roxxel_dist.place.run_place import bucket_url
 
@@ -42,8 +46,22 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
         raise UserError(f"{run} is not a run directory: it has no {CONFIG}")
     if not is_held(folder):
         raise UserError(f"no job trains in {run} now: its checkpoints are in {folder / CHECKPOINTS}")
-    post_request(folder)
-    answer = _wait(folder, timeout_s)
+    mailbox, end = save_requests.mailbox(folder), time.monotonic() + timeout_s
+    name = mailbox.post({})
+    try:
+        while time.monotonic() < end:
+            held = is_held(folder)  # before the last look: the job may answer and end in between
+            if (answer := mailbox.take_answer(name)) is not None:
+                return _step_of(answer)
+            if not held:
+                raise NotSaved(f"the job in {folder} ended before it saved: what it has is in {folder / CHECKPOINTS}")
+            time.sleep(POLL_S)
+    finally:
+        mailbox.withdraw(name)
+    raise NotSaved(f"the job in {folder} did not save within {timeout_s:g} s: see its log; wait longer with --timeout")
+
+
+def _step_of(answer: Mapping[str, Any]) -> int:
     if "error" in answer:
         raise NotSaved(answer["error"])
     return answer["step"]
@@ -52,23 +70,22 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
 def _ask_through_bucket(url: "ObjectUrl", timeout_s: float) -> int:
     """The same of a run in a bucket, where rank 0 looks for requests every few seconds."""
     from roxxel_dist.objects.store import ObjectStore
-    from roxxel_dist.place.mirror import is_asked
 
     store, end = ObjectStore.open(url), time.monotonic() + timeout_s
     if not any(info.key == CONFIG for info in store.list()):
         raise UserError(f"{store.url} is not a run: it has no {CONFIG}")
-    answer = None
-    store.write(SAVE_REQUEST, b"")
-    while answer is None:
+    request = f"{FOLDER}/{secrets.token_hex(8)}{REQUEST}"
+    store.write(request, b"{}")
+    answer = request.removesuffix(REQUEST) + ANSWER
+    while True:
         if (reason := _nobody(store)) or time.monotonic() > end:
+            store.delete([request])
             raise NotSaved(reason or f"the job in {store.url} did not save within {timeout_s:g} s: see its log")
         time.sleep(BUCKET_POLL_S)
         with contextlib.suppress(StoreNotFoundError):
-            if not is_asked(store):
-                answer = json.loads(store.read(SAVE_ANSWER))
-    if "error" in answer:
-        raise NotSaved(answer["error"])
-    return answer["step"]
+            found = json.loads(store.read(answer))
+            store.delete([answer])
+            return _step_of(found)
 
 
 def _nobody(store: "ObjectStore") -> str:
@@ -78,16 +95,3 @@ def _nobody(store: "ObjectStore") -> str:
     except (StoreNotFoundError, ValueError, KeyError):
         released = True
     return f"no job trains in {store.url} now: its checkpoints are there" if released else ""
-
-
-def _wait(folder: Path, timeout_s: float) -> dict:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        held = is_held(folder)  # before the last look: the job may answer and end in between
-        answer = read_answer(folder)
-        if answer is not None:
-            return answer
-        if not held:
-            raise NotSaved(f"the job in {folder} ended before it saved: what it has is in {folder / CHECKPOINTS}")
-        time.sleep(POLL_S)
-    raise NotSaved(f"the job in {folder} did not save within {timeout_s:g} s: see its log; wait longer with --timeout")

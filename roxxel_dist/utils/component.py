@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import itertools
+import sys
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar, dataclass_transform
 
@@ -39,12 +40,24 @@ def field_docs(kind: type) -> dict[str, str]:
     """The docstring below each field of a dataclass and of those it extends, as one line."""
     docs: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
-        body = ast.parse(inspect.getsource(base)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
-        for field, text in itertools.pairwise(body):
+        tree = _classes(base.__module__).get(base.__qualname__)
+        if tree is None:  # of a function
+            (tree,) = ast.parse(inspect.getsource(base)).body
+        for field, text in itertools.pairwise(tree.body):  # pyright: ignore[reportAttributeAccessIssue]
             match field, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
                     docs[name] = " ".join(doc.split())
     return docs
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """The classes of a module; `inspect.getsource` would read the module again for each."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):  # there is none, as of a notebook
+        return {}
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
 def _default(field: Any) -> str:

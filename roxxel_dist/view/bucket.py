@@ -1,6 +1,7 @@
-"""A run in a bucket: the files that a frame shows are copied to a local folder, repeatedly."""
+"""A run in a bucket: the files that a frame shows are fetched into a local folder, repeatedly."""
 
 import os
+import re
 import shutil
 import threading
 import weakref
@@ -8,14 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CURSOR, DAMAGED, META, TABLE
-from roxxel_dist.cluster.durable import cache_folder, make_folder, write_file
+from roxxel_dist.cluster.durable import cache_folder, make_folder
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control.record import JobRecord
-from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
+from roxxel_dist.objects.errors import StoreError
 from roxxel_dist.objects.lease import is_renewed
-from roxxel_dist.objects.store import ObjectInfo, ObjectStore
-from roxxel_dist.objects.url import ObjectUrl
-from roxxel_dist.place.bucket_folder import LEASE
+from roxxel_dist.place.bucket_folder import LEASE, BucketFolder
 from roxxel_dist.place.directory import CONFIG, DEFINITION, METRICS, is_run, no_run
 from roxxel_dist.train.log.timeline import NAME
 from roxxel_dist.view.run import RunReader, RunState
@@ -26,6 +25,7 @@ TIMEOUT_S = 20.0
 SHOWN = "top"
 """The subfolder of the cache for copies of runs."""
 FILES = (CONFIG, METRICS, NAME, CURSOR)
+SHOWN_META = re.compile(rf"{CHECKPOINTS}/\d+/{re.escape(META)}")
 
 
 class BucketRunReader(RunReader):
@@ -37,14 +37,11 @@ class BucketRunReader(RunReader):
     """
 
     def __init__(self, url: str) -> None:
-        address = ObjectUrl.parse(url)
-        folder = cache_folder() / SHOWN / address.scheme / address.bucket / address.key
-        super().__init__(folder, str(address))
-        self._copy = RunCopy(ObjectStore.open(address, timeout_s=TIMEOUT_S), folder)
-        self._copy.pull()
-        if not is_run(folder):
-            what = f"{address} is a study in a bucket, and top shows runs there: use `roxxel-dist report {address}`"
-            raise UserError(what if self._copy.is_study else no_run(folder, str(address)))
+        self._copy = RunCopy(url)
+        super().__init__(self._copy.pull(), str(self._copy))
+        if not is_run(self.path):
+            what = f"{self._copy} is a study in a bucket, and top shows runs there: use `roxxel-dist report {url}`"
+            raise UserError(what if DEFINITION in self._copy.objects else no_run(self.path, str(self._copy)))
         self._over: threading.Event | None = None
 
     def read(self, job: JobRecord | None = None, *, brief: bool = False, deadline: float | None = None) -> RunState:
@@ -60,53 +57,39 @@ class BucketRunReader(RunReader):
         return self._copy.is_trained
 
 
-class RunCopy:
-    """The copy of the small files of a run, and of the list of its checkpoints.
+class RunCopy(BucketFolder):
+    """The files of a run that a frame shows, and the list of its checkpoints, as the bucket has them.
 
     Attributes:
         is_trained: whether a process renewed its lease, at the last `pull`.
-        is_study: whether it is a study.
     """
 
-    def __init__(self, store: ObjectStore, folder: Path) -> None:
-        self._store, self._folder = store, folder
-        self._etags: dict[str, str] = {}
+    def __init__(self, url: str) -> None:
+        super().__init__(url, cache_folder() / SHOWN, read_only=True, timeout_s=TIMEOUT_S)
         self.is_trained: bool = False
-        self.is_study: bool = False
 
-    def pull(self) -> None:
+    def pull(self) -> Path:
         """Update the copy from the bucket. Raises StoreError."""
-        objects = {info.key: info for info in self._store.list()}
-        self.is_trained = LEASE in objects and is_renewed(self._store, LEASE)
-        self.is_study = DEFINITION in objects
-        make_folder(self._folder / CHECKPOINTS)
-        for name in FILES:
-            self._fetch(name, objects.get(name))
+        super().pull()
+        self.is_trained = LEASE in self.objects and is_renewed(self._store, LEASE)
         checkpoints: dict[str, float] = {}
-        for name, info in objects.items():
+        for name, info in self.objects.items():
             top, step, last = (*name.split("/"), "", "")[:3]
             if top == CHECKPOINTS and step.isdecimal() and last in (TABLE, TABLE + DAMAGED):
                 checkpoints[step + last.removeprefix(TABLE)] = info.modified
-        for path in (self._folder / CHECKPOINTS).iterdir():
+        make_folder(self.folder / CHECKPOINTS)
+        for path in (self.folder / CHECKPOINTS).iterdir():
             if path.name not in checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
         for name, saved in checkpoints.items():
-            checkpoint, step = self._folder / CHECKPOINTS / name, name.removesuffix(DAMAGED)
+            checkpoint = self.folder / CHECKPOINTS / name
             make_folder(checkpoint)
             (checkpoint / TABLE).touch()
-            if name == step:
-                self._fetch(f"{CHECKPOINTS}/{step}/{META}", objects.get(f"{CHECKPOINTS}/{step}/{META}"))
             os.utime(checkpoint, (saved, saved))
+        return self.folder
 
-    def _fetch(self, name: str, info: ObjectInfo | None) -> None:
-        path = self._folder / name
-        if info is None:
-            path.unlink(missing_ok=True)
-        elif self._etags.get(name) != info.etag or not path.exists():
-            with suppress(StoreNotFoundError):  # deleted after the listing
-                write_file(path, self._store.read(name))
-                os.utime(path, (info.modified, info.modified))
-                self._etags[name] = info.etag
+    def _is_fetched(self, key: str) -> bool:
+        return key in FILES or SHOWN_META.fullmatch(key) is not None
 
 
 def _follow(copy: RunCopy, over: threading.Event) -> None:

@@ -11,7 +11,7 @@ import pytest
 from commands import wait_for
 
 from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
-from roxxel_dist.cluster.save_requests import ANSWER, REQUEST, SaveRequests
+from roxxel_dist.cluster.save_requests import FOLDER, SaveRequests
 from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
@@ -198,16 +198,16 @@ def test_small_files_follow_and_are_there_at_the_end(url, tmp_path, quick):
 def test_requests_to_save_come_through_the_bucket(url, tmp_path, quick):
     run, other = BucketRun(url, tmp_path / "first"), ObjectStore.open(url)
     run.pull()
-    other.write(".save/request", b"")
+    other.write(".save/old.request", b"{}")
     run.begin()
     assert keys(url, ".save") == [], "what a dead run was asked"
     for step in (7, 9):
-        other.write(".save/request", b"")
-        wait_for((run.folder / REQUEST).exists)
+        other.write(f".save/{step}.request", b"{}")
+        wait_for((run.folder / FOLDER / f"{step}.request").exists)
         SaveRequests(run.folder).finish(step)
-        assert json.loads((run.folder / ANSWER).read_text()) == {"step": step}
-        wait_for(lambda: keys(url, ".save") == [".save/answer"])
-        assert json.loads(other.read(".save/answer")) == {"step": step}
+        wait_for(lambda: keys(url, ".save") == [f".save/{step}.answer"])  # noqa: B023
+        assert json.loads(other.read(f".save/{step}.answer")) == {"step": step}
+        other.delete([f".save/{step}.answer"])
     run.close()
 
 

@@ -2,18 +2,12 @@
 
 import shlex
 import subprocess
-from importlib import import_module
-from typing import Literal, get_args, get_origin
 
 import pytest
+from command_lines import PATHS, flags
 from commands import run
 
 from roxxel_dist.cli import COMMANDS
-from roxxel_dist.cli.argument_types import option_types, parts, plain
-from roxxel_dist.cli.arguments import TrainArgs
-from roxxel_dist.cli.doctor import DoctorArgs
-from roxxel_dist.cli.models import ExportArgs, MergeArgs
-from roxxel_dist.cli.train import FindLrArgs, PlanArgs
 from roxxel_dist.launcher.backends import BACKENDS
 
 
@@ -46,37 +40,31 @@ def test_commands_groups_flags_and_choices(script):
         assert offered(script, "train", *words)[0] == "adamw"
     assert offered(script, "train", "--optimizer=ad") == ["--optimizer=adamw", "--optimizer=adafactor"]
     assert offered(script, "train", "train") == []  # pallets/click#530
-    assert offered(script, "train", "--data_path", "") == []  # bash itself completes files
 
 
-def test_zsh_runs_the_same_script(script, tmp_path):
-    made = run("completion", "zsh", cwd=tmp_path).stdout
-    assert "bashcompinit" in made
-    assert made.endswith(script.read_text())
+def test_files_and_folders(script, tmp_path, monkeypatch):
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a file").touch()
+    monkeypatch.chdir(tmp_path)
+    for words in (["train", "--data_path"], ["train", "--data_path", "="], ["generate"], ["data", "info"]):
+        assert offered(script, *words, "a f") == ["a", "file", "a", "folder"]
+    assert offered(script, "train", "--dim", "") == []
 
 
-KINDS = {
-    "train": TrainArgs,
-    "plan": PlanArgs,
-    "find-lr": FindLrArgs,
-    "merge": MergeArgs,
-    "export": ExportArgs,
-    "doctor": DoctorArgs,
-    **{f"launch {name}": import_module(place).Options for name, place in BACKENDS.items()},
-}
+@pytest.mark.parametrize("path", [path for path in PATHS if path[0] not in ("eval", "sweep", "find-lr")], ids=" ".join)
+def test_every_choice_that_the_parser_takes_is_offered(script, path):
+    found = {name: flag for name, flag in flags(path).items() if flag.choices and not flag.is_positional}
+    dashes = path[0] in ("launch", "doctor")
+    spelled = {"--" + name[2:].replace("_", "-") if dashes else name: flag.choices for name, flag in found.items()}
+    for name, choices in [*spelled.items()][:3]:
+        assert offered(script, *path, name, "") == [*choices]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_choice_that_the_parser_takes_is_offered(script, name):
-    made, tried = script.read_text().splitlines(), 0
-    for option, hint in option_types(KINDS[name]).items():
-        held = parts(plain(hint))
-        if len(held) == 1 and get_origin(held[0]) is Literal:
-            flag = f"--{option.replace('_', '-') if name.startswith(('launch', 'doctor')) else option}"
-            (line,) = [line for line in made if line.strip().startswith(f'"{name}:{flag}")')]
-            assert line.split('words="')[1].split('"')[0].split() == [*get_args(held[0])]
-            tried += 1
-    assert tried or name == "find-lr"
+@pytest.mark.parametrize(("shell", "begins"), [("zsh", "#compdef roxxel-dist"), ("tcsh", "# AUTOMATICALLY GENERATED")])
+def test_other_shells_have_every_command_and_choice(shell, begins, tmp_path):
+    made = run("completion", shell, cwd=tmp_path)
+    assert (made.returncode, made.stderr, made.stdout.startswith(begins)) == (0, "", True)
+    assert all(name in made.stdout for name in (*COMMANDS, *BACKENDS, "1-sqrt", "warmup_steps", "max-restarts"))
 
 
 def test_a_choice_with_a_dash_is_offered_whole(script):

@@ -42,7 +42,7 @@ def test_train_has_every_field_once_and_in_a_section(capsys):
 @pytest.mark.parametrize(
     ("words", "usage"),
     [
-        (["copy"], "copy SOURCE TARGET [OPTIONS]"),
+        (["compare"], "compare RUN RUN [OPTIONS]"),
         (["export"], "export RUN --format msgpack|safetensors|hf --out TEXT [OPTIONS]"),
         (["merge"], "merge RUN --out TEXT [OPTIONS]"),
         (["report"], "report [RUN ...] [OPTIONS]"),

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.cli import BACKENDS, COMMANDS, DATA, main
-from roxxel_dist.cli.argument_types import POSITIONAL, marks, option_types, parts, plain
-from roxxel_dist.cli.parser import LONGEST_S
+from roxxel_dist.cli.flags import flags_of
+from roxxel_dist.cli.parser import LONGEST_S, parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.settings.config import FIELD_TYPES, Config
-from roxxel_dist.utils.component import field_docs
 from roxxel_dist.utils.limits import MOST_WHOLE
 
 HUGE = ("1000000000000", "100000000000000000000", "nan", "inf", "-1e400")
@@ -29,13 +28,15 @@ LAUNCHES = {
 
 def numbers(kind: object) -> list[str]:
     """The options of a command that take a number and nothing else."""
-    found = {name: {*parts(plain(hint))} for name, hint in option_types(kind).items()}
-    return [name for name, types in found.items() if types and types <= {int, float}]
+    return [flag.name for flag in flags_of(kind) if {*flag.kinds} <= {int, float}]
 
 
 def seconds(kind: object) -> list[str]:
-    docs = field_docs(kind)  # pyright: ignore[reportArgumentType]
-    return [name for name in numbers(kind) if "econds" in docs.get(name, "")]
+    return [
+        flag.name
+        for flag in flags_of(kind)
+        if {*flag.kinds} <= {int, float} and not flag.is_of_config and "econds" in flag.doc
+    ]
 
 
 def launch_options() -> list[tuple[str, str]]:
@@ -99,21 +100,16 @@ def test_every_time_limit_has_an_end(capfd: pytest.CaptureFixture[str]) -> None:
     from importlib import import_module
     from pkgutil import resolve_name
 
-    from roxxel_dist.cli.parser import read
-
     tried = 0
     for place in {*COMMANDS.values(), *DATA.values()}:
         module = import_module(place.partition(":")[0])
         for kind in vars(module).values():
             if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__name__.endswith("Args"):
-                hints = option_types(kind)
-                required = [
-                    f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING
-                ]
-                placed = ["a" if POSITIONAL in marks(hints[name]) else f"--{name}=1" for name in required]
+                required = [flag for flag in flags_of(kind) if flag.default is dataclasses.MISSING]
+                placed = ["a" if flag.is_positional else f"--{flag.name}=1" for flag in required]
                 for name in seconds(kind):
                     with pytest.raises(UserError, match="ten years"):
-                        read(kind, [*placed, f"--{name}={LONGEST_S * 2:.0f}"], resolve_name(place).__name__, None)
+                        parse(kind, [*placed, f"--{name}={LONGEST_S * 2:.0f}"], resolve_name(place).__name__)
                     tried += 1
     assert tried > 4
 

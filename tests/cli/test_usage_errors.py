@@ -10,7 +10,6 @@ import pytest
 
 from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
-from roxxel_dist.cli.parser import REMOVED
 from roxxel_dist.cluster.exit_codes import FileSystemError, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import aligned
@@ -165,14 +164,3 @@ def test_no_run_begins_anew_where_steps_were_done(tmp_path, monkeypatch, capsys)
     with pytest.raises(FileSystemError, match=message):
         Experiment(Config(**SMALL)).fit("text.txt", "run")
     assert not list((tmp_path / "run").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("command", "name", "instead"),
-    [(command, name, instead) for command, names in REMOVED.items() for name, instead in names.items()],
-)
-def test_an_option_that_was_removed_says_what_to_do(command, name, instead, capsys):
-    flag = f"--{name}" if command != "launch" else f"--{name.replace('_', '-')}"
-    words = ["launch", "ssh", "--hosts", "one", flag, "--", "train"] if command == "launch" else [command, flag]
-    assert main(words) == 2
-    assert capsys.readouterr().err == f"roxxel-dist: the option {flag} was removed: {instead}\n"

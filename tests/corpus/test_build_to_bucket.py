@@ -8,9 +8,9 @@ import time
 import pytest
 
 from roxxel_dist.corpus.build import build
+from roxxel_dist.corpus.to_bucket import SentFiles
 from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.objects.copy_record import RECORD
-from roxxel_dist.objects.errors import StoreTimeoutError
+from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
 
 
@@ -43,7 +43,7 @@ def built(texts, out, **options):
 
 def objects(url):
     store = ObjectStore.open(url)
-    return {info.key: store.read(info.key) for info in store.list() if info.key != RECORD}
+    return {info.key: store.read(info.key) for info in store.list()}
 
 
 def files(folder):
@@ -105,3 +105,23 @@ def test_what_fails_leaves_nothing(texts, url, tmp_path):
         built(texts, url, val_fraction=1e-9)
     assert objects(url) == {}
     assert list((tmp_path / "cache" / "roxxel-dist" / "builds").iterdir()) == []
+
+
+def test_what_was_sent_before_a_kill_is_not_sent_again(url, tmp_path):
+    """By its bytes and its etag: what has changed on either side is sent; another writer is noticed."""
+    store, path = ObjectStore.open(url), tmp_path / "shard"
+    path.write_bytes(b"tokens")
+    SentFiles(store, tmp_path / "build").send("shard", path)
+    sent, (info,) = SentFiles(store, tmp_path / "build"), store.list()
+    sent.check(["shard"])
+    assert [sent.has("shard", path, info.etag), sent.has("shard", path, None), sent.has("other", path, "")] == [
+        True, False, False,
+    ]  # fmt: skip
+    etag = store.write("shard", b"others")
+    assert not sent.has("shard", path, etag)
+    with pytest.raises(StoreError, match="shard: it was replaced or deleted while the build was sent"):
+        sent.check(["shard"])
+    path.write_bytes(b"more")
+    assert not sent.has("shard", path, info.etag)
+    (tmp_path / "build.sent").write_text("{")  # torn: all is sent
+    assert not SentFiles(store, tmp_path / "build").has("shard", path, info.etag)

@@ -7,7 +7,7 @@ import pytest
 from commands import run
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.save_requests import REQUEST, SaveRequests
+from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.place.directory import RunDirectory, is_held
 from roxxel_dist.place.save import NotSaved, ask_for_checkpoint
 
@@ -59,7 +59,6 @@ def test_it_says_why_nothing_was_saved(held, tmp_path, capsys):
     assert said.err == "roxxel-dist: step 3 could not be saved: no space left\n"
     with pytest.raises(NotSaved, match=r"did not save within 0.3 s: see its log; wait longer with --timeout"):
         ask_for_checkpoint(tmp_path, 0.3)
-    (tmp_path / REQUEST).unlink()
     job = answering(tmp_path, None, held.release)
     with pytest.raises(NotSaved, match="ended before it saved"):
         ask_for_checkpoint(tmp_path, 30)

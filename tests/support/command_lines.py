@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-from roxxel_dist.cli import COMMANDS, help, main, parser
-from roxxel_dist.cli.argument_types import option_types
+from roxxel_dist.cli import COMMANDS, arguments, main, parser
+from roxxel_dist.cli.completion import parser_of
+from roxxel_dist.cli.flags import Flag
 from roxxel_dist.launcher.backends import options
 from roxxel_dist.place.bucket_folder import BucketFolder
 from roxxel_dist.settings.config import Config
@@ -61,38 +62,26 @@ def _problem(given: tuple[str, ...]) -> str:
 @contextlib.contextmanager
 def _parsing_alone() -> Iterator[None]:
     """Within it a command ends by `Parsed` once its words are parsed; config files and buckets need not be there."""
-    read, from_yaml, pull = parser.read, Config.from_yaml, BucketFolder.pull
+    build, from_yaml, pull = parser.build, Config.from_yaml, BucketFolder.pull
 
     def parse(*args: Any) -> None:
-        read(*args)
+        build(*args)
         raise Parsed
 
-    parser.read = parse
+    parser.build = arguments.build = parse
     Config.from_yaml = lambda path: from_yaml(path) if Path(path).exists() else Config()
     BucketFolder.pull = lambda self: self.folder
     try:
         yield
     finally:
-        parser.read, Config.from_yaml, BucketFolder.pull = read, from_yaml, pull
+        parser.build = arguments.build = build
+        Config.from_yaml, BucketFolder.pull = from_yaml, pull
 
 
 @cache
-def flags(path: tuple[str, ...]) -> dict[str, Any]:
-    """The options of a command and their types, as --a_b."""
-    kinds: list[type] = []
-
-    def helped(kind: type, *_: Any, **__: Any) -> None:
-        kinds.append(kind)
-        raise Parsed
-
-    text, help.help_text = help.help_text, helped
-    try:
-        main([*path, "--help"])
-    except Parsed:
-        pass
-    finally:
-        help.help_text = text
-    return {f"--{name}": hint for name, hint in option_types(kinds[0]).items()} | {"--help": bool}
+def flags(path: tuple[str, ...]) -> dict[str, Flag]:
+    """The arguments of a command, as --a_b."""
+    return {f"--{name}": flag for name, flag in parser_of([*path]).flags.items()}
 
 
 FOREIGN = {
@@ -105,7 +94,9 @@ FOREIGN = {
 def is_option(word: str) -> bool:
     """Whether some command has this option, or another program that is named in FOREIGN."""
     name = "--" + word[2:].replace("-", "_")
-    return word in FOREIGN or name.startswith("--slurm_") or any(name in flags(path) for path in PATHS)
+    return (
+        word in FOREIGN or name.startswith("--slurm_") or name == "--help" or any(name in flags(path) for path in PATHS)
+    )
 
 
 def words_of(text: str) -> list[str]:
@@ -145,7 +136,7 @@ def complaint(words: list[str], *, inline: bool) -> str:
     own = words[: words.index("--")] if "--" in words else words
     given = [word.partition("=")[0].replace("-", "_").replace("__", "--", 1) for word in own if word.startswith("--")]
     given = [name for name in given if not (path == ("launch", "slurm") and name.startswith("--slurm_"))]
-    unknown = [name for name in given if name.split(".")[0] not in flags(path)]
+    unknown = [name for name in given if name.split(".")[0] not in {*flags(path), "--help"}]
     if unknown:
         return f"`{' '.join(path)}` has no option {', '.join(unknown)}"
     if open_end or (inline and len(own) == len(path) + len(given) and not any("=" in word for word in own)):

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args, get_origin
 from command_lines import PATHS, flags
 
 from roxxel_dist.cli import main
-from roxxel_dist.cli.argument_types import POSITIONAL, marks, option_types
 from roxxel_dist.cli.arguments import ConfigArgs
+from roxxel_dist.cli.flags import flags_of
 
-FIELDS = {f"--{name}" for name in option_types(ConfigArgs)}
+FIELDS = {f"--{flag.name}" for flag in flags_of(ConfigArgs)}
 BEGUN = {
     ("launch", "local"): ["--dry-run"],
     ("launch", "ssh"): ["--hosts", "a,b", "--dry-run"],
@@ -24,7 +24,6 @@ BEGUN = {
     ("data", "build"): ["none", "--out", "new"],
     ("data", "append"): ["none", "--out", "new"],
     ("compare",): ["none", "none"],
-    ("copy",): ["none", "new"],
     ("export",): ["none", "--format", "hf", "--out", "new"],
     ("merge",): ["none@1:2", "--out", "new"],
     ("batch",): ["none", "--step", "1"],
@@ -47,16 +46,10 @@ RAW = re.compile(
 
 def options(path: tuple[str, ...]) -> dict[str, Any]:
     """The options of a command with their types; those of the config's fields with `train` alone."""
-    found = flags(path)
     return {
-        name: hint for name, hint in found.items()
-        if name != "--help" and (path == ("train",) or name not in FIELDS) and not is_positional(hint)
+        name: flag.hint for name, flag in flags(path).items()
+        if not flag.is_positional and (path == ("train",) or name not in FIELDS)
     }  # fmt: skip
-
-
-def is_positional(hint: Any) -> bool:
-    """Whether this is a word of its own, and no option."""
-    return POSITIONAL in marks(hint)
 
 
 def wrong(hint: Any, value: str) -> bool:

@@ -65,8 +65,8 @@ EXCEPTIONS = OF_TRAIN | {
 }
 # Of the standard library alone, they and what they import; `test_alone` runs the launcher with nothing else.
 OF_CLUSTER = (
-    *("awake_clock", "device_counts", "durable", "exit_codes", "extras", "file_lock", "free_memory", "platforms"),
-    *("process_stat", "progress", "stop_requests"),
+    *("awake_clock", "device_counts", "durable", "exit_codes", "extras", "file_lock", "free_memory", "mailbox"),
+    *("platforms", "process_stat", "progress", "stop_requests"),
 )
 LAUNCHER_NEEDS = {f"roxxel_dist.cluster.{name}" for name in OF_CLUSTER}
 # A rank joins the others before the user's program begins.

@@ -29,7 +29,7 @@ from command_lines import PATHS
 
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import ConfigArgs
-from roxxel_dist.cli.help import CONFIG_SECTIONS, Flag, flags_of
+from roxxel_dist.cli.flags import CONFIG_SECTIONS, Flag, flags_of
 from roxxel_dist.settings.config import COMPONENTS, FIELD_TYPES
 
 PAGES_FROM, FOLDER = Path(__file__).parent / "reference_pages", Path(__file__).parents[2] / "docs" / "reference"
@@ -102,7 +102,7 @@ def help_of(name: str, shown: dict[str, str]) -> str:
     before, kept = {}, list[str]()
     for part in FLAG.split(text):
         flag = re.match(r"  (--[a-z-_]+)", part)
-        known = shown.setdefault(f"{name.partition(' ')[0]} {part.strip()}", name)
+        known = shown.setdefault(f"{name.partition(' ')[0]} {' '.join(part.split())}", name)
         if part.startswith("  -h, --help "):
             continue
         if flag is None or known == name:
@@ -140,7 +140,10 @@ def fields() -> str:
 
 def row(flag: Flag) -> str:
     default = "" if flag.default in (None, "") else f"`{str(flag.default).lower()}`"
-    value = ", ".join(f"`{word.lower()}`" for word in flag.choices) or f"{flag.metavar.replace('|', ' or ')}"
+    value = (
+        ", ".join(f"`{word.lower()}`" for word in flag.choices)
+        or f"{flag.metavar.replace('|', ' or ')}{' ...' * flag.is_list}"
+    )
     return f"| `{flag.name}` | {value} | {default} | {escaped(flag.doc).replace('|', '&#124;')} |"
 
 

@@ -9,7 +9,6 @@ from roxxel_dist.cli import main
 from roxxel_dist.objects.lease import Lease
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.place.bucket_folder import LEASE
-from roxxel_dist.run.copy import copy
 from roxxel_dist.view.bucket import BucketRunReader, RunCopy
 from roxxel_dist.view.items import finder
 from roxxel_dist.view.run import RunReader
@@ -26,15 +25,17 @@ def server(tmp_path, monkeypatch):
 def test_a_run_in_a_bucket_is_what_the_local_one_is(server, trained, capsys):
     """Its rows, checkpoints and who trains in it follow the bucket; while that is away the last state stays."""
     url = server.url("runs/one")
-    copy(str(trained), url, progress=False)
     store, here = ObjectStore.open(url), RunReader(trained).read()
+    for path in trained.rglob("*"):
+        if path.is_file() and not path.name.startswith("."):
+            store.upload(path, path.relative_to(trained).as_posix())
     with server.link() as link, server.environment(link):
         reader = BucketRunReader(url)
         seen = reader.read()
         assert (seen.name, seen.state, seen.step) == (url, here.state, here.step)
         assert (seen.losses, seen.phases, seen.spent) == (here.losses, here.phases, here.spent)
         assert [(each.name, each.digests) for each in seen.checkpoints] == [(c.name, True) for c in here.checkpoints]
-        files = RunCopy(ObjectStore.open(url, timeout_s=1), reader.path)
+        files = RunCopy(url)
         files.pull()
         count = len(link.requests)
         files.pull()

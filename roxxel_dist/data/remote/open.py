@@ -40,7 +40,8 @@ def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
     store, entries = find_shards(url, config.store_timeout, cache)
     if not entries:
         raise NoShardsError(
-            f"{url}: no .rox object there. Check the address, or bring a data set there: `roxxel-dist copy DIR {url}`"
+            f"{url}: no .rox object there. Check the address, or build a data set there: `roxxel-dist data build TEXT "
+            f"--out {url}`"
         )
     return _opened(store, entries, Fetcher(store, cache))
 

@@ -159,19 +159,7 @@ def restarts_of(attempt: int | None, environment: Mapping[str, str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExecOptions(NamedHosts):
-    """Which hosts, and what reaches them."""
-
-    via: str
-    """The command that runs a program on a host with stdin and stdout, such as 'kubectl exec -i {host} --'. {host} is
-    replaced by the name of each host. A command that hands a text to a shell there has {command} where the text goes:
-    'ssh {host} {command}'."""
-    attempt: int | None = None
-    """How often the job was started before; ranks resume where it is not 0. Not given: ROXXEL_RESTARTS, or 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(base.BackendOptions, ExecOptions):
+class Options(base.BackendOptions, NamedHosts):
     """Start a program on many hosts, by any command that runs programs there: `launch exec --hosts a,b --via 'COMMAND
     {host}' [options] -- CMD…`.
 
@@ -180,6 +168,12 @@ class Options(base.BackendOptions, ExecOptions):
     """
 
     example: ClassVar[str] = "--hosts a,b --via 'kubectl exec -i {host} --'"
+    via: str
+    """The command that runs a program on a host with stdin and stdout, such as 'kubectl exec -i {host} --'. {host} is
+    replaced by the name of each host. A command that hands a text to a shell there has {command} where the text goes:
+    'ssh {host} {command}'."""
+    attempt: int | None = None
+    """How often the job was started before; ranks resume where it is not 0. Not given: ROXXEL_RESTARTS, or 0."""
 
     def backend(self) -> tuple[ExecBackend, int]:
         """The hosts, and how many processes on those that work at a time. Raises ValueError for a slip."""

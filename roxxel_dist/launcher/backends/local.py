@@ -40,21 +40,15 @@ class LocalBackend(base.Backend):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalOptions:
-    """How many processes."""
-
-    nprocs: int = 1
-    """Number of processes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(base.BackendOptions, LocalOptions):
+class Options(base.BackendOptions):
     """Start a program as many processes on this machine: `launch local [options] -- CMD…`.
 
     CMD is `train …` (which stands for `roxxel-dist train …`), a Python script, or any program.
     """
 
     example: ClassVar[str] = "--nprocs 2"
+    nprocs: int = 1
+    """Number of processes."""
 
     def backend(self) -> tuple[LocalBackend, int]:
         """This machine, and how many processes."""

@@ -121,17 +121,7 @@ def _version() -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SshOptions(NamedHosts):
-    """Which hosts, and how they are reached."""
-
-    hosts: str | None = None
-    """Names as ssh takes them, separated by commas: a,b,user@c. The first one has rank 0."""
-    ssh_config: str | None = None
-    """A file for `ssh -F`; not given, ssh reads ~/.ssh/config."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(base.BackendOptions, SshOptions):
+class Options(base.BackendOptions, NamedHosts):
     """Start a program on many hosts, over OpenSSH: `launch ssh --hosts a,b [options] -- CMD…`.
 
     It asks nothing: keys must work without a passphrase (or by an ssh-agent), and hosts must be in known_hosts. Each
@@ -139,6 +129,10 @@ class Options(base.BackendOptions, SshOptions):
     """
 
     example: ClassVar[str] = "--hosts a,b"
+    hosts: str | None = None
+    """Names as ssh takes them, separated by commas: a,b,user@c. The first one has rank 0."""
+    ssh_config: str | None = None
+    """A file for `ssh -F`; not given, ssh reads ~/.ssh/config."""
 
     def backend(self) -> tuple[SshBackend, int]:
         """The hosts, and how many processes on those that work at a time. Raises ValueError for a slip."""

@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -48,7 +48,7 @@ class Inbox:
         self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Why a list cannot be read; each once, whatever its numbers: a client may say the time."""
         self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._folder = member_requests.folder_of(job.log_dir)
+        self.mailbox = member_requests.mailbox(job.log_dir)
         self._source = source if job.hosts_from is None else HostList(job.hosts_from)
         self._held = list(hosts)
         self._seen: list[str] | None = None  # once, and another one than the one that holds
@@ -68,7 +68,8 @@ class Inbox:
         self._thread.join(END_S)  # not for a file system that does not answer
 
     def _watch(self) -> None:
-        member_requests.clear(self._folder)  # of a launch before
+        with suppress(OSError):
+            self.mailbox.clear()  # of a launch before
         while not self._end.wait(AGAIN_S):
             try:
                 self._look()
@@ -76,7 +77,7 @@ class Inbox:
                 self._fail(f"lists and requests could not be read: {error!r}")
 
     def _look(self) -> None:
-        for request in member_requests.read(self._folder):
+        for request in member_requests.read(self.mailbox):
             self.requests.put(request)
         if self._source is not None and time.monotonic() >= self._due:
             self._read(self._source)
@@ -275,7 +276,9 @@ class Membership:
             self._reported = {text for text in self._reported if "cannot leave" not in text}
         while not inbox.requests.empty():
             request = inbox.requests.get()
-            member_requests.answer(request, *self._answer(request))
+            done, text = self._answer(request)
+            with suppress(OSError):  # who asked may be gone, and a full disk ends no job
+                inbox.mailbox.answer(request.name, {"done": done, "text": text})
 
     def _note_held(self) -> None:
         for host in {*self._wanted.hosts} - {*self._hosts}:

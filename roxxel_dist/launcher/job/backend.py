@@ -170,6 +170,8 @@ class Command(ABC):
     The docstring of the class is what `--help` begins with.
     """
 
+    own_first: ClassVar[bool] = True
+    """Whether `--help` shows the flags that the class declares itself before those of its bases."""
     example: ClassVar[str]
     """Flags as they may be given, for messages."""
 
@@ -185,11 +187,8 @@ class Command(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(JobOptions, Command):
-    """The flags of a command that starts ranks. A subclass adds its own.
-
-    Flags of another base class that stands behind this one are shown before these by `--help`. Fields of
-    `spec.JobSpec` go to the job as they are.
-    """
+    """The flags of a command that starts ranks. A subclass adds its own. Fields of `spec.JobSpec` go to the job as they
+    are."""
 
     env: tuple[str, ...] = ()
     """K=V: an environment variable for every rank, such as NCCL_DEBUG=INFO. K alone passes on the value of the

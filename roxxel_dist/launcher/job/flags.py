@@ -9,6 +9,11 @@ def flag(words: Sequence[str], name: str) -> str | None:
     return {other: value for other, value, _ in split_flags(words)}.get(name)
 
 
+def flags_in(words: Sequence[str]) -> dict[str, str]:
+    """The value of each flag, guessed without knowing which flags take one; "" if none follows."""
+    return {name: value or "" for name, value, _ in split_flags(words) if name}
+
+
 def split_flags(words: Sequence[str], switches: Container[str] = ()) -> Iterator[tuple[str, str | None, list[str]]]:
     """(name, value, its words) of every flag, and ("", None, [word]) of a word that belongs to none.
 

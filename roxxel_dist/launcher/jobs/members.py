@@ -26,13 +26,14 @@ def change_hosts(job: JobRecord, hosts: Sequence[str], *, joins: bool) -> bool:
         raise UserError(
             f"run {job.run_id} takes no hosts: those of `launch ssh` and `launch exec` do, without --max-restarts 0"
         )
+    mailbox = member_requests.mailbox(job.log_dir)
     try:
-        request = member_requests.post(member_requests.folder_of(job.log_dir), hosts, joins=joins)
+        request = mailbox.post({"joins": joins, "hosts": list(hosts)})
     except OSError as error:
         raise UserError(f"run {job.run_id} cannot be asked: {error.filename}: {error.strerror}") from error
     begun = reported = time.monotonic()
     try:
-        while (answer := member_requests.take_answer(request)) is None:
+        while (answer := mailbox.take_answer(request)) is None:
             now = time.monotonic()
             if (state := job.now()).is_over or now - begun > ANSWER_S:
                 raise UserError(f"run {job.run_id} did not answer: it is {state.state}")
@@ -41,6 +42,6 @@ def change_hosts(job: JobRecord, hosts: Sequence[str], *, joins: bool) -> bool:
                 info(f"{progress(state)}, {now - begun:.0f} s after the request")
             time.sleep(LOOK_S)
     finally:
-        request.unlink(missing_ok=True)
-    info(f"run {job.run_id}: {answer[1]}")
-    return answer[0]
+        mailbox.withdraw(request)
+    info(f"run {job.run_id}: {answer['text']}")
+    return answer["done"]

@@ -104,7 +104,7 @@ def test_names(server, folder, local, url, cache):
         opened(server.url("none"), cache)
     with pytest.raises(ValueError, match="one address, not a list"):
         Roxxel([url, url])
-    with pytest.raises(ValueError, match="write to a local folder, and copy it there"):
+    with pytest.raises(ValueError, match="write to a local folder, copy it there"):
         opened(url, cache).write([b"a"])
     store = ObjectStore.open(put(server, folder, "two"))
     store.delete(["shard_00001.rox", INDEX])

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from commands import run, start, wait_for
 
-from roxxel_dist.cluster.save_requests import REQUEST
+from roxxel_dist.cluster.save_requests import FOLDER
 from roxxel_dist.place.save import ask_for_checkpoint
 
 LOOP = os.path.join(os.path.dirname(__file__), "save_loop.py")
@@ -67,4 +67,4 @@ def test_all_ranks_save_the_steps_that_were_asked_for(folder, job):
     assert said.stdout == f"saved: step {first[-1]}\n", said.stderr
     assert {*answers} <= {*first}
     assert len(first) > 2, "all at once: nothing was tried"
-    assert not (folder / REQUEST).exists()
+    assert not (folder / FOLDER).exists()

@@ -42,9 +42,15 @@ TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PodOptions:
-    """Which pods."""
+class Options(HostOptions, JobOptions, base.Command):
+    """Print a JobSet for Kubernetes: `launch k8s --hosts N --image IMAGE [options] -- CMD… | kubectl apply -f -`.
 
+    Nothing is applied. The pods wait, and the first one runs `launch exec` over `kubectl exec`. The cluster needs
+    JobSet (jobset.sigs.k8s.io) and, for GPUs, NVIDIA's device plugin. The image must have the commands `roxxel-dist`
+    and `kubectl` on its path.
+    """
+
+    example: ClassVar[str] = "--hosts 2 --image IMAGE"
     hosts: int
     """Pods."""
     image: str
@@ -76,18 +82,6 @@ class PodOptions:
     member: bool = False
     """A launcher in each pod (`launch member`), and none that sees all of them: the cluster restarts all pods after a
     failure. It needs no rights and no kubectl. With --tpu it is so in any case."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(HostOptions, JobOptions, base.Command, PodOptions):
-    """Print a JobSet for Kubernetes: `launch k8s --hosts N --image IMAGE [options] -- CMD… | kubectl apply -f -`.
-
-    Nothing is applied. The pods wait, and the first one runs `launch exec` over `kubectl exec`. The cluster needs
-    JobSet (jobset.sigs.k8s.io) and, for GPUs, NVIDIA's device plugin. The image must have the commands `roxxel-dist`
-    and `kubectl` on its path.
-    """
-
-    example: ClassVar[str] = "--hosts 2 --image IMAGE"
     host_timeout: float = 600.0
     """Seconds to wait for an unreachable host after a failure, when Kubernetes makes a new pod, and at the start for
     pods that are still starting. Then the job continues, or ends, without it."""

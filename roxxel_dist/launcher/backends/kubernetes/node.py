@@ -78,9 +78,14 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeOptions:
-    """Which host this is."""
+class Options(base.Options):
+    """Start one host's ranks of a job, on that host: `launch member [options] -- CMD…`.
 
+    The system that starts the job (JobSet, compose) starts this command on every host, ends all of them when one ends,
+    and starts them again together.
+    """
+
+    example: ClassVar[str] = "--hosts 2 --index 0 --first NAME"
     hosts: int | None = None
     """Hosts of the job. Not given: ROXXEL_HOSTS, or 1."""
     index: int | None = None
@@ -91,17 +96,6 @@ class NodeOptions:
     """Processes on each host. Not given: ROXXEL_PROCS_PER_HOST, or 1."""
     attempt: int | None = None
     """How often the whole job was started before; ranks resume where it is not 0. Not given: ROXXEL_RESTARTS, or 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(base.Options, NodeOptions):
-    """Start one host's ranks of a job, on that host: `launch member [options] -- CMD…`.
-
-    The system that starts the job (JobSet, compose) starts this command on every host, ends all of them when one ends,
-    and starts them again together.
-    """
-
-    example: ClassVar[str] = "--hosts 2 --index 0 --first NAME"
     run_id: str | None = None
     """The same on all hosts: names the run, and its folder runs/run_ID. Not given: ROXXEL_RUN_NAME."""
     port: int | None = None

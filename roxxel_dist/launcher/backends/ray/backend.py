@@ -23,34 +23,6 @@ THREADS = 32
 """Calls that an actor answers at once: up to three a program, more where stuck ones are left behind."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayOptions:
-    """Which nodes, of which cluster."""
-
-    address: str
-    """The cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head."""
-    hosts: int
-    """How many nodes; Ray chooses which."""
-    procs_per_host: int = 1
-    """Processes to start on each node."""
-    cpus_per_host: float = 1
-    """CPUs of each node that Ray keeps for the job; processes may use more."""
-    insecure: bool = False
-    """Also use a cluster without a token. Anyone who reaches such a cluster can run programs as you."""
-    place_timeout: float = 60.0
-    """Seconds that Ray may take to find the nodes."""
-    min_hosts: int | None = None
-    """Continue with this many nodes if others do not come back after a failure. Default: all are needed."""
-    host_lease: float = 60.0
-    """Seconds that the processes continue if the launcher loses all nodes at once, because its connection is lost."""
-    host_timeout: float = 60.0
-    """Seconds to wait for a node after a failure, before the job continues without it or ends."""
-    python: str | None = None
-    """The interpreter on the nodes; not given, the path of this one."""
-    directory: str | None = None
-    """The working directory on the nodes; not given, that of the launcher, or the working_dir of the Ray job."""
-
-
 class RayBackend(base.Backend):
     """One agent a node, started by an actor in a placement group that spreads over `options.hosts` nodes.
 
@@ -67,7 +39,7 @@ class RayBackend(base.Backend):
 
     is_remote: ClassVar[bool] = True
 
-    def __init__(self, options: RayOptions, gpus: int | None = None) -> None:
+    def __init__(self, options: "Options", gpus: int | None = None) -> None:
         cluster.check_address(options.address)
         for flag, value in (("--hosts", options.hosts), ("--cpus-per-host", options.cpus_per_host)):
             if not 1 <= value < float("inf"):
@@ -188,7 +160,7 @@ def unique(addresses: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options, RayOptions):
+class Options(base.Options):
     """Start a program on nodes of a Ray cluster: `launch ray --address auto --hosts N [options] -- CMD…`.
 
     The cluster is used with a token (RAY_AUTH_MODE=token). --gpus-per-host are asked of Ray too. To leave it to the
@@ -196,6 +168,28 @@ class Options(base.Options, RayOptions):
     """
 
     example: ClassVar[str] = "--address auto --hosts 2"
+    address: str
+    """The cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head."""
+    hosts: int
+    """How many nodes; Ray chooses which."""
+    procs_per_host: int = 1
+    """Processes to start on each node."""
+    cpus_per_host: float = 1
+    """CPUs of each node that Ray keeps for the job; processes may use more."""
+    insecure: bool = False
+    """Also use a cluster without a token. Anyone who reaches such a cluster can run programs as you."""
+    place_timeout: float = 60.0
+    """Seconds that Ray may take to find the nodes."""
+    min_hosts: int | None = None
+    """Continue with this many nodes if others do not come back after a failure. Default: all are needed."""
+    host_lease: float = 60.0
+    """Seconds that the processes continue if the launcher loses all nodes at once, because its connection is lost."""
+    host_timeout: float = 60.0
+    """Seconds to wait for a node after a failure, before the job continues without it or ends."""
+    python: str | None = None
+    """The interpreter on the nodes; not given, the path of this one."""
+    directory: str | None = None
+    """The working directory on the nodes; not given, that of the launcher, or the working_dir of the Ray job."""
 
     def launch(self, request: base.LaunchRequest) -> int:
         """Hold the nodes, and start the ranks there."""

@@ -52,9 +52,15 @@ JOB_RUN_ID = '"slurm-$SLURM_JOB_ID"'
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmOptions(HostOptions):
-    """Which nodes."""
+class Options(base.Options, HostOptions):
+    """Start a program on the nodes of a SLURM job: `launch slurm --nodes 2 [options] -- CMD…`.
 
+    Outside a job it is submitted: --slurm-KEY VALUE becomes `#SBATCH --KEY=VALUE`, for example --slurm-partition gpu
+    --slurm-time 4:00:00. Inside one (salloc, or a script of your own) it runs on the nodes of that job. Before the time
+    limit all ranks save, and the job is queued again and continues. docs/howto/slurm.md tells more.
+    """
+
+    example: ClassVar[str] = "--nodes 2"
     nodes: int | None = None
     """Nodes that work; not given, 1, or inside a job all of its nodes."""
     procs_per_host: int = 1
@@ -80,18 +86,6 @@ class SlurmOptions(HostOptions):
     """The interpreter on the nodes; not given, the path of this one, or python3 of the container."""
     directory: str | None = None
     """The working directory on the nodes; not given, that of the launcher."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(base.Options, SlurmOptions):
-    """Start a program on the nodes of a SLURM job: `launch slurm --nodes 2 [options] -- CMD…`.
-
-    Outside a job it is submitted: --slurm-KEY VALUE becomes `#SBATCH --KEY=VALUE`, for example --slurm-partition gpu
-    --slurm-time 4:00:00. Inside one (salloc, or a script of your own) it runs on the nodes of that job. Before the time
-    limit all ranks save, and the job is queued again and continues. docs/howto/slurm.md tells more.
-    """
-
-    example: ClassVar[str] = "--nodes 2"
 
     @classmethod
     def split_words(cls, words: list[str]) -> tuple[dict[str, str | None], list[str]]:
