@@ -63,7 +63,7 @@ def build(kind: type[T], given: dict[str, Any], command: str, default: T | None 
     """The object with the values of `read`; `default` has the values that are not given."""
     if "help" in given:
         parser = Parser(kind, command, default, with_texts=True)
-        parser.print_help()
+        print(parser.format_help(), end="")  # print_help says nothing of a full disk, or of a reader that has left
         raise HelpShown(parser)
     if default is None:
         return kind(**given)

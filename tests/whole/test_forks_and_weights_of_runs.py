@@ -150,7 +150,6 @@ def test_a_fork_without_some_rows(parent, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--from_step", "3"], "the option --from_step was removed: begin a new run with --fork RUN@STEP"),
         (["--skip_steps", "3-4", "--fork", "a@1"], "--skip_steps is '3-4': write the first and the last step"),
         (["--skip_steps", "3:4", "--run_dir", "x"], "--skip_steps leaves rows out in a new run that begins at a check"),
         (["--run_dir", "x", "--resume", "--skip_steps", "3:4"], "add --fork RUN@STEP"),
