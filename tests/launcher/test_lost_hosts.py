@@ -306,7 +306,7 @@ def fake_package(folder: Path, name: str) -> str:
 
 LOOKS_OFTEN = """
 import sys
-from roxxel_dist.launcher.preflight import candidates
+from roxxel_dist.launcher.fleet import candidates
 from roxxel_dist.cli import main
 candidates.LOOK_MOST_S = 0.0
 sys.exit(main(sys.argv[1:]))

@@ -12,9 +12,9 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control import host_list, membership
 from roxxel_dist.launcher.control.host_list import HostList
 from roxxel_dist.launcher.control.membership import Inbox
+from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.policy.membership import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
 
 # The command of a list is started in this process, where other tests may have used jax, which warns of a fork.

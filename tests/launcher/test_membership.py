@@ -19,8 +19,8 @@ from ranks import is_waiting_spare
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import membership
+from roxxel_dist.launcher.fleet import candidates
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.preflight import candidates
 
 # The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")

@@ -10,13 +10,13 @@ import pytest
 from roxxel_dist.cli.launch import device_counts
 from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.launcher.backends.ssh import SshBackend
+from roxxel_dist.launcher.fleet import select_hosts
+from roxxel_dist.launcher.fleet.select_hosts import HostSelector, NotReadyError
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
-from roxxel_dist.launcher.preflight import select_hosts
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
-from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError
 from roxxel_dist.launcher.transport.pool import HostPool
 
 Asked = list[tuple[str, ...]]

@@ -13,13 +13,13 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control import member_requests
 from roxxel_dist.launcher.control.host_list import HostList
 from roxxel_dist.launcher.control.member_requests import Request
+from roxxel_dist.launcher.fleet.candidates import NUMBERS, Candidates, LookHistory, Running
+from roxxel_dist.launcher.fleet.select_hosts import HostSelector, ReadyHosts
+from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to
+from roxxel_dist.launcher.fleet.warm_hosts import WarmHosts
 from roxxel_dist.launcher.job.backend import Backend, HostSource
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.policy.membership import Change, Stays, Wanted, change_to
 from roxxel_dist.launcher.policy.outcome import HostLost
-from roxxel_dist.launcher.preflight.candidates import NUMBERS, Candidates, LookHistory, Running
-from roxxel_dist.launcher.preflight.select_hosts import HostSelector, ReadyHosts
-from roxxel_dist.launcher.preflight.warm_hosts import WarmHosts
 from roxxel_dist.launcher.transport.pool import HostPool
 
 FILE_S, COMMAND_S = 1.0, 5.0

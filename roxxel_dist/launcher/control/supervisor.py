@@ -14,6 +14,12 @@ from roxxel_dist.launcher.control.membership import DEPART_S, Membership
 from roxxel_dist.launcher.control.notify import Notifier
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.report import first_words, report_of
+from roxxel_dist.launcher.fleet.select_hosts import (
+    HostSelector,
+    NotReadyError,
+    ReadyHosts,
+    StoppedError,
+)
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import Assignment, placements, working_hosts
 from roxxel_dist.launcher.job.signals import SignalPipe
@@ -30,12 +36,6 @@ from roxxel_dist.launcher.policy.restart import (
     is_failure,
     next_action,
     summary,
-)
-from roxxel_dist.launcher.preflight.select_hosts import (
-    HostSelector,
-    NotReadyError,
-    ReadyHosts,
-    StoppedError,
 )
 from roxxel_dist.launcher.transport.pool import HostPool
 

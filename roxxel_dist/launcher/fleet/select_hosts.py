@@ -5,12 +5,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from roxxel_dist.launcher.fleet.wanted import working_number
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import Assignment, assign, working_hosts
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
-from roxxel_dist.launcher.policy.membership import working_number
 from roxxel_dist.launcher.preflight import failed_hosts
 from roxxel_dist.launcher.preflight.checks import named
 from roxxel_dist.launcher.preflight.devices import DeviceChecks, checks_of

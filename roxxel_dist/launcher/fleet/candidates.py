@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from roxxel_dist.launcher.fleet.warm_hosts import WarmHosts
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import Assignment
@@ -18,7 +19,6 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.checks import HERE, CheckResult
 from roxxel_dist.launcher.preflight.devices import DeviceChecks
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
-from roxxel_dist.launcher.preflight.warm_hosts import WarmHosts
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted
 
