@@ -306,9 +306,9 @@ def fake_package(folder: Path, name: str) -> str:
 
 LOOKS_OFTEN = """
 import sys
-from roxxel_dist.launcher.fleet import candidates
+from roxxel_dist.launcher.fleet import looks
 from roxxel_dist.cli import main
-candidates.LOOK_MOST_S = 0.0
+looks.LOOK_MOST_S = 0.0
 sys.exit(main(sys.argv[1:]))
 """
 HANGS = "import sys, time\nif any('agent' in word for word in sys.orig_argv):\n    time.sleep(1000)\n"

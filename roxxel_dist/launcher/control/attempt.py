@@ -13,9 +13,9 @@ from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.cluster.stop_requests import AGAIN, in_batch_job, kills
 from roxxel_dist.launcher.control.members import Imported, MemberHangs, MemberSources
-from roxxel_dist.launcher.control.membership import Membership
 from roxxel_dist.launcher.control.record import RankProcess
 from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.fleet.driver import Driver
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.placement import Placement
 from roxxel_dist.launcher.job.signals import SignalPipe
@@ -88,8 +88,8 @@ class Attempt:
     """Of the first host, as the others reach it."""
     spares: str
     """Whether hosts keep warm spares: on, off, auto."""
-    membership: Membership | None = None
-    """Which hosts shall join the job or leave it, and can; None where that never changes."""
+    fleet: Driver | None = None
+    """The hosts of the job, which may join it and leave it; None where they never change."""
     times: StepTimes = field(default_factory=StepTimes)
     """Those of earlier attempts on as many devices; kept up to date."""
     grow_after: int | None = None
@@ -287,7 +287,7 @@ class Attempt:
         result = self._result
         if result.requested is not None or host in result.departing:
             return  # it tells all processes of a host, or all hosts, and the launcher too
-        if number != signal.SIGTERM or self.membership is None or self.pool.backend.ends_with(host):
+        if number != signal.SIGTERM or self.fleet is None or self.pool.backend.ends_with(host):
             self._on_signal(number, host)
             return
         is_ending = self._is_ending()
@@ -325,8 +325,8 @@ class Attempt:
         self.recorder.update(step=self._result.reached, ranks=ranks, state=state)
         if self.member_sources is not None:
             self._check_member_sources(self.member_sources, now)
-        for note in self.membership.notes() if self.membership is not None else ():
-            self.console.info(note)
+        if self.fleet is not None:
+            self.fleet.tick()
         self._change_hosts(joins_too=not self.job.grow_at_checkpoint)
 
     def _check_for_a_hang(self, now: float) -> None:
@@ -367,9 +367,9 @@ class Attempt:
 
         Not before a new step is done: until then there is nothing to save, and a compilation would begin again.
         """
-        if self.membership is None or self._is_ending() or not self._has_new_step:
+        if self.fleet is None or self._is_ending() or not self._has_new_step:
             return
-        if (drain := self.membership.drain(joins_too=joins_too)) is None:
+        if (drain := self.fleet.drain(joins_too=joins_too)) is None:
             return
         grace = self.job.grace
         self.console.info(f"{drain.why}: the ranks get {grace:g} s to save and exit; {drain.then}")

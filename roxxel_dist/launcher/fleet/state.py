@@ -1,0 +1,492 @@
+"""The hosts of a job, each in one state, as plain values; what may happen to them, and what is to be done then."""
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to, working_number
+from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.placement import Assignment, assign, working_hosts
+from roxxel_dist.launcher.job.spec import LAST_PORT, JobSpec
+from roxxel_dist.launcher.policy.restart import AttemptSummary, Decision
+from roxxel_dist.launcher.preflight.run import PreflightReport
+
+NUMBERS = re.compile(r"\d[\d.,]*")
+
+
+class State(Enum):
+    """What a host is to the job. Those above WORKING are no members of the job, or members that it goes on without."""
+
+    HELD = "in the list, and held back, because it came and went"
+    WANTED = "to be asked"
+    LOOKING = "asked"
+    FIT = "passed alone, and to be asked together with those that work"
+    WARM = "can start together with those that work"
+    UNFIT = "did not pass, and is asked again later"
+    LOST = "a member without which the job goes on"
+    WORKING = "has ranks"
+    SPARE = "there, and without ranks"
+    LEAVING = "has ranks, and is to leave the job"
+    ASIDE = "a member that works only where too few others are there"
+
+
+THERE = (State.WORKING, State.SPARE, State.LEAVING)
+AWAY = (State.LOST, State.UNFIT, State.FIT, State.LOOKING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One host."""
+
+    name: str
+    state: State = State.WANTED
+    since: float = 0.0
+    """When it came to this state, by the launcher's clock, as all times here."""
+    due: float = math.inf
+    """When it is asked next, while others work."""
+    why: str = ""
+    """Why it did not pass."""
+    failures: int = 0
+    """How many looks in a row it has answered and did not pass."""
+    is_known: bool = False
+    """Whether a look at it as a newcomer has ended."""
+    passed_alone: bool = False
+    """In the look that goes on, or in the last one."""
+    no_help: bool = False
+    """Whether it has no work beside those that work now, so that it is only to pass alone."""
+    has_returned: bool = False
+    """Whether it was lost before, and taken in again."""
+    departs_by: float = 0.0
+    """When a system that has asked it to end has ended it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Ask hosts what preflight asks before a start."""
+
+    assignment: Assignment
+    """Which hosts, and the job as they would do it."""
+    port: int | None
+    """Of the coordinator; None: a free one."""
+    busy: tuple[str, ...] = ()
+    """Hosts on which ranks run meanwhile."""
+    check: frozenset[str] = frozenset()
+    """Hosts whose devices have to pass their checks from now on."""
+    candidates: tuple[str, ...] = ()
+    """While others work: those of the hosts that may join them. One alone is asked alone."""
+    keep: tuple[str, ...] = ()
+    """Hosts whose agents stay where all pass: they are to have spares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warm:
+    """Have the agents of hosts that are to join import what their ranks will import."""
+
+    plan: Assignment
+    visible: Mapping[str, str]
+    """CUDA_VISIBLE_DEVICES of the hosts that have it."""
+    candidates: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Let go of agents on all hosts that wait for the next attempt, but on these."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Say:
+    """Tell people."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Answer a request to join or leave."""
+
+    done: bool
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """Before a start: come again with a `Tick` in so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Start the ranks."""
+
+    assignment: Assignment
+    coordinator: str
+    """address:port of rank 0's coordinator, as all of them reach it."""
+    visible: Mapping[str, str]
+    """CUDA_VISIBLE_DEVICES of the hosts that have it."""
+    cores: int | None
+    """The most CPUs that a host had when the job began: the bits of a run do not change with its hosts."""
+    wait_s: float = 0.0
+    """By then the ranks on lost hosts have ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveUp:
+    """The hosts, or too few of them, can take the job. The text is for people, a line a reason."""
+
+    text: str
+    unreachable: bool
+    """Some do not answer, so that other hosts would do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain:
+    """Have the ranks save and leave. Why, and how the job goes on then; for people."""
+
+    why: str
+    then: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwaitEnd:
+    """Wait for the end of hosts that the job needs, and that a system has asked to end."""
+
+    hosts: tuple[str, ...]
+
+
+Do = Look | Warm | Keep | Say | Answer | Wait | Start | GiveUp | Drain | AwaitEnd | Decision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What happens, and when, by the launcher's clock."""
+
+    now: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick(Event):
+    """Time passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed(Event):
+    """The list has these hosts now."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Event):
+    """A request that hosts join the job."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left(Event):
+    """A request that hosts leave the job."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault(Event):
+    """A list cannot be used."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin(Event):
+    """The next attempt is to start."""
+
+    gone_by: Mapping[str, float] = field(default_factory=dict)
+    """When the ranks of lost hosts have ended, wherever they are: an agent there has received nothing for long, also
+    where the host answers again (its end of the broken link may be open)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered(Event):
+    """A look has ended."""
+
+    report: PreflightReport
+    trusted: tuple[str, ...] = ()
+    """Hosts that have had ranks, and whose agents are the same ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmed(Event):
+    """Hosts that are to join are warm, but those that can have no ranks, and why."""
+
+    failed: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost(Event):
+    """The agent of a host that waits for the next attempt has ended."""
+
+    host: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake(Event):
+    """A look, or what is done between looks, has failed by a mistake of this program."""
+
+    hosts: tuple[str, ...]
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanDrain(Event):
+    """The ranks can save and leave now."""
+
+    joins_too: bool = True
+    """Also for hosts that come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnded(Event):
+    """All ranks have ended."""
+
+    attempt: AttemptSummary
+    lost: str = ""
+    """A host that is out of reach."""
+    departing: tuple[str, ...] = ()
+    """Hosts that a system has asked to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How far the choice of hosts for a start is."""
+
+    asked: tuple[str, ...]
+    """Hosts without which the last attempt was made, and that can be used again."""
+    back: tuple[str, ...]
+    """Those of them that did pass, so far."""
+    reserve: frozenset[str]
+    """Hosts that are asked only where the others are too few."""
+    gone_by: Mapping[str, float]
+    deadline: float
+    """Until then a host that is missing may come back."""
+    starting: frozenset[str] = frozenset()
+    """Hosts of which the user has read that they start."""
+    replaced: frozenset[str] = frozenset()
+    """Hosts that start, and for which others are tried."""
+    failed: frozenset[str] = frozenset()
+    """Hosts whose devices did not pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """All hosts of a job, and what is known of them; `step` makes the next one."""
+
+    given: JobSpec
+    first: tuple[str, ...]
+    """The hosts that were there at the start."""
+    is_fixed: bool
+    """Whether the hosts never change: no other host joins, or is taken in again."""
+    wanted: Wanted
+    stays: Stays
+    members: tuple[str, ...]
+    """The hosts of the job, the lost and spare ones too, in the order of its ranks."""
+    hosts: Mapping[str, Host]
+    """The members, and those that may become members."""
+    now: float = 0.0
+    attempts: tuple[AttemptSummary, ...] = ()
+    is_resized: bool = False
+    """Whether the members are others than at the start."""
+    search: Search | None = None
+    """While a start is sought."""
+    started: Assignment | None = None
+    """The last start."""
+    machines: Mapping[str, str] = field(default_factory=dict)
+    """Which machine each host of the last start is."""
+    taken_in: tuple[str, ...] = ()
+    """Hosts that are in the last start, and were not in the one before."""
+    look: Look | Warm | None = None
+    """What goes on while ranks run."""
+    with_warm: tuple[str, ...] = ()
+    """Spare hosts that will work when those that are WARM do."""
+    kept: tuple[str, ...] = ()
+    """The last `Keep`."""
+    unchecked: frozenset[str] = frozenset()
+    """Hosts whose devices are to be checked by the next look."""
+    pause_s: float = Limits.look_s
+    """Between two looks at hosts of which nothing is known."""
+    leaves_since: float | None = None
+    """Since when ranks could leave for hosts that are to leave."""
+    said: frozenset[tuple[str, str]] = frozenset()
+    """What people have read, and of what."""
+    note: str = ""
+    """That of the last assignment."""
+    cores: int | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of hosts is no number that a person has asked for."""
+        return self.is_resized or self.given.hosts_from is not None
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether the job has run before: its hosts may need a moment."""
+        return bool(self.attempts) or self.given.first_attempt > 0
+
+    def members_in(self, *states: State) -> tuple[str, ...]:
+        """The members in one of these states, in the order of their ranks."""
+        return tuple(name for name in self.members if self.hosts[name].state in states)
+
+    @property
+    def working(self) -> tuple[str, ...]:
+        """The hosts that have ranks."""
+        return () if self.started is None else self.in_order(self.started.hosts)
+
+    @property
+    def there(self) -> tuple[str, ...]:
+        """The members that are not lost: those that work, and spare ones. Before a start, those that may be there."""
+        return self.members_in(*THERE, State.WANTED)
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether a host is left over that would do."""
+        spare = self.members_in(State.SPARE)
+        if self.started is not None and not self.is_elastic:
+            return len(spare) + len(self.started.hosts) > len(working_hosts(self.given, self.members))
+        return bool(spare)
+
+    @property
+    def least(self) -> int:
+        """So many hosts the job needs."""
+        return self.given.min_hosts or len(working_hosts(self.given, self.first))
+
+    @property
+    def port(self) -> int | None:
+        """The coordinator's port in the next attempt; None: a free one."""
+        number = len(self.attempts) + (self.search is None)
+        return None if self.given.port is None else min(self.given.port + number, LAST_PORT)
+
+    @property
+    def wanted_now(self) -> tuple[str, ...]:
+        """The hosts that the job shall have now."""
+        return self.wanted.without(self.stays.held(self.now))
+
+    @property
+    def change(self) -> Change:
+        """What makes the hosts those that it shall have."""
+        return change_to(self.wanted_now, self.members, self.there, self.least)
+
+    @property
+    def candidates(self) -> tuple[Host, ...]:
+        """Hosts that are asked while others work: lost ones first, and then those that are new."""
+        if self.is_fixed:
+            return ()
+        wanted, members = dict.fromkeys(self.wanted_now), {*self.members}
+        away = [name for name in self.members_in(*AWAY, State.WARM) if name in wanted]
+        new = [name for name in wanted if name in self.hosts and name not in members]
+        return tuple(self.hosts[name] for name in (*away, *new))
+
+    def are(self, state: State) -> tuple[str, ...]:
+        """The candidates in this state."""
+        return tuple(host.name for host in self.candidates if host.state is state)
+
+    def in_order(self, hosts: Collection[str]) -> tuple[str, ...]:
+        """These members, in the order of the ranks."""
+        return tuple(name for name in self.members if name in hosts)
+
+    def with_members(self, joins: Iterable[str]) -> tuple[str, ...]:
+        """The members, and these."""
+        return tuple(dict.fromkeys((*self.members, *joins)))
+
+    def job_of(self, members: Sequence[str]) -> JobSpec:
+        """The job as these hosts would do it all together."""
+        if not self.is_resized and tuple(members) == self.members:
+            return self.given
+        given = self.given
+        first = len(working_hosts(given, self.first))
+        number = working_number(len(members), given.spare_hosts, first, given.max_hosts)
+        return replace(
+            given,
+            nprocs=given.nprocs // first * number,
+            spare_hosts=len(members) - number,
+            min_hosts=self.least,
+        )
+
+    def assignment_of(self, present: Sequence[str]) -> Assignment:
+        """What would start on these members."""
+        return assign(self.job_of(self.members), self.members, present, elastic=self.is_elastic)
+
+    def plan(self, more: Collection[str]) -> Assignment:
+        """What would start if these hosts were there beside those that are."""
+        members = self.with_members(more)
+        there = {*self.there, *more}
+        present = [name for name in members if name in there]
+        return assign(self.job_of(members), members, present, elastic=self.is_elastic or members != self.members)
+
+    def grows_with(self, more: Collection[str]) -> bool:
+        """Whether the job would have more devices than it has, with these hosts."""
+        return self.started is not None and self.plan(more).devices > self.started.devices
+
+    def can_do_without(self, name: str) -> bool:
+        """Whether enough hosts are left without this one: as many as work, or as `--min-hosts` asks for."""
+        job = self.job_of(self.members)
+        left = [other for other in self.members_in(*THERE, State.WANTED, State.WARM) if other != name]
+        least = len(working_hosts(job, self.members))
+        return len(left) >= (least if job.min_hosts is None else min(least, job.min_hosts))
+
+
+@dataclass
+class Turn:
+    """One step of a fleet: what it becomes, and what is to be done."""
+
+    fleet: Fleet
+    todo: list[Do] = field(default_factory=list)
+
+    def update(self, **values: object) -> None:
+        """Change fields of the fleet."""
+        self.fleet = replace(self.fleet, **values)  # pyright: ignore[reportArgumentType]
+
+    def move(self, names: Iterable[str], state: State, **values: object) -> None:
+        """Hosts come to this state."""
+        hosts = dict(self.fleet.hosts)
+        for name in names:
+            host = hosts.get(name, Host(name=name, since=self.fleet.now))
+            since = host.since if host.state is state else self.fleet.now
+            hosts[name] = replace(host, state=state, since=since, **values)  # pyright: ignore[reportArgumentType]
+        self.update(hosts=hosts)
+
+    def drop(self, names: Collection[str]) -> None:
+        """Forget hosts."""
+        self.update(hosts={name: host for name, host in self.fleet.hosts.items() if name not in names})
+
+    def say(self, text: str, about: str = "") -> None:
+        """Tell people, once; of `about`, whatever the numbers in it."""
+        key = about, NUMBERS.sub("", text) if about not in ("", SEARCH) else text
+        if key not in self.fleet.said:
+            self.update(said=self.fleet.said | {key})
+            self.todo.append(Say(text=text))
+
+    def unsay(self, *about: str) -> None:
+        """People are to read of these again."""
+        self.update(said=frozenset(key for key in self.fleet.said if key[0] not in about))
+
+    def change_members(self, joins: Collection[str] = (), leaves: Collection[str] = ()) -> None:
+        """Let these hosts be members of the job, or be none any more; at least one stays.
+
+        Those that join as spares, while an attempt goes on, can be used at once when a host fails.
+        """
+        fleet = self.fleet
+        members = tuple(name for name in fleet.with_members(joins) if name not in leaves)
+        if members != fleet.members and members:
+            new = [name for name in joins if name not in fleet.members]
+            unchecked = fleet.unchecked | {name for name in new if not fleet.hosts[name].is_known}
+            self.update(members=members, is_resized=True, unchecked=unchecked)
+            self.drop([name for name in leaves if name not in self.fleet.members])
+
+
+SEARCH = "a search"
+"""Of which lines are told anew in each search."""
