@@ -12,7 +12,7 @@ from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.fleet import driver, start
 from roxxel_dist.launcher.fleet.driver import Driver, NotReadyError
-from roxxel_dist.launcher.fleet.state import State, Turn
+from roxxel_dist.launcher.fleet.state import State
 from roxxel_dist.launcher.fleet.step import fleet_of
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
@@ -34,9 +34,7 @@ def selector_of(
 
 
 def move(selector: Driver, state: State, *hosts: str) -> None:
-    turn = Turn(selector.fleet)
-    turn.move(hosts, state)
-    selector.fleet = turn.fleet
+    selector.fleet.move(hosts, state)
 
 
 def select(

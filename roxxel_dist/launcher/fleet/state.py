@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.job.limits import Limits
@@ -32,6 +33,8 @@ class State(Enum):
     ASIDE = "a member that works only where too few others are there"
 
 
+SEARCH = "a search"
+"""Of which lines are told anew in each search."""
 THERE = (State.WORKING, State.SPARE, State.LEAVING)
 AWAY = (State.LOST, State.UNFIT, State.FIT, State.LOOKING)
 
@@ -261,7 +264,7 @@ class AttemptEnded(Event):
     """Hosts that a system has asked to end."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Search:
     """How far the choice of hosts for a start is."""
 
@@ -282,9 +285,9 @@ class Search:
     """Hosts whose devices did not pass."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Fleet:
-    """All hosts of a job, and what is known of them; `step` makes the next one."""
+    """All hosts of a job, and what is known of them; a value: `step` makes the next one, and its rules change that."""
 
     given: JobSpec
     first: tuple[str, ...]
@@ -295,7 +298,7 @@ class Fleet:
     stays: Stays
     members: tuple[str, ...]
     """The hosts of the job, the lost and spare ones too, in the order of its ranks."""
-    hosts: Mapping[str, Host]
+    hosts: dict[str, Host]
     """The members, and those that may become members."""
     now: float = 0.0
     attempts: tuple[AttemptSummary, ...] = ()
@@ -326,6 +329,8 @@ class Fleet:
     note: str = ""
     """That of the last assignment."""
     cores: int | None = None
+    todo: list[Do] = field(default_factory=list)
+    """What is to be done after the event that made it."""
 
     @property
     def is_elastic(self) -> bool:
@@ -438,55 +443,37 @@ class Fleet:
         least = len(working_hosts(job, self.members))
         return len(left) >= (least if job.min_hosts is None else min(least, job.min_hosts))
 
-
-@dataclass
-class Turn:
-    """One step of a fleet: what it becomes, and what is to be done."""
-
-    fleet: Fleet
-    todo: list[Do] = field(default_factory=list)
-
-    def update(self, **values: object) -> None:
-        """Change fields of the fleet."""
-        self.fleet = replace(self.fleet, **values)  # pyright: ignore[reportArgumentType]
-
-    def move(self, names: Iterable[str], state: State, **values: object) -> None:
+    def move(self, names: Iterable[str], state: State, **values: Any) -> None:
         """Hosts come to this state."""
-        hosts = dict(self.fleet.hosts)
         for name in names:
-            host = hosts.get(name, Host(name=name, since=self.fleet.now))
-            since = host.since if host.state is state else self.fleet.now
-            hosts[name] = replace(host, state=state, since=since, **values)  # pyright: ignore[reportArgumentType]
-        self.update(hosts=hosts)
+            host = self.hosts.get(name, Host(name=name, since=self.now))
+            since = host.since if host.state is state else self.now
+            self.hosts[name] = replace(host, state=state, since=since, **values)
 
     def drop(self, names: Collection[str]) -> None:
         """Forget hosts."""
-        self.update(hosts={name: host for name, host in self.fleet.hosts.items() if name not in names})
+        for name in names:
+            self.hosts.pop(name, None)
 
     def say(self, text: str, about: str = "") -> None:
         """Tell people, once; of `about`, whatever the numbers in it."""
         key = about, NUMBERS.sub("", text) if about not in ("", SEARCH) else text
-        if key not in self.fleet.said:
-            self.update(said=self.fleet.said | {key})
+        if key not in self.said:
+            self.said |= {key}
             self.todo.append(Say(text=text))
 
     def unsay(self, *about: str) -> None:
         """People are to read of these again."""
-        self.update(said=frozenset(key for key in self.fleet.said if key[0] not in about))
+        self.said = frozenset(key for key in self.said if key[0] not in about)
 
     def change_members(self, joins: Collection[str] = (), leaves: Collection[str] = ()) -> None:
         """Let these hosts be members of the job, or be none any more; at least one stays.
 
         Those that join as spares, while an attempt goes on, can be used at once when a host fails.
         """
-        fleet = self.fleet
-        members = tuple(name for name in fleet.with_members(joins) if name not in leaves)
-        if members != fleet.members and members:
-            new = [name for name in joins if name not in fleet.members]
-            unchecked = fleet.unchecked | {name for name in new if not fleet.hosts[name].is_known}
-            self.update(members=members, is_resized=True, unchecked=unchecked)
-            self.drop([name for name in leaves if name not in self.fleet.members])
-
-
-SEARCH = "a search"
-"""Of which lines are told anew in each search."""
+        members = tuple(name for name in self.with_members(joins) if name not in leaves)
+        if members != self.members and members:
+            new = [name for name in joins if name not in self.members]
+            self.unchecked |= {name for name in new if not self.hosts[name].is_known}
+            self.members, self.is_resized = members, True
+            self.drop([name for name in leaves if name not in self.members])

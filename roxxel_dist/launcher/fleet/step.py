@@ -1,6 +1,7 @@
 """What follows from an event: the fleet after it, and what is to be done. Pure functions."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ from roxxel_dist.launcher.fleet import looks, start
 from roxxel_dist.launcher.fleet.looks import note_return
 from roxxel_dist.launcher.fleet.state import (
     AWAY,
+    SEARCH,
     Answer,
     Answered,
     AttemptEnded,
@@ -28,7 +30,6 @@ from roxxel_dist.launcher.fleet.state import (
     Mistake,
     State,
     Tick,
-    Turn,
     Warm,
     Warmed,
 )
@@ -76,16 +77,15 @@ def fleet_of(
         unchecked=frozenset(hosts),
         pause_s=job.limits.look_s,
     )
-    turn = Turn(fleet)
     if failed:
         for name, why in failed.items():
-            if turn.fleet.can_do_without(name):
-                turn.move([name], State.ASIDE, why=why)
-        used = [name for name in failed if turn.fleet.hosts[name].state is not State.ASIDE]
+            if fleet.can_do_without(name):
+                fleet.move([name], State.ASIDE, why=why)
+        used = [name for name in failed if fleet.hosts[name].state is not State.ASIDE]
         names = "; ".join(f"{name} ({why.removeprefix(f'{name}: ')})" for name, why in failed.items())
         end = f"; used in any case, for too few others are left: {', '.join(used)}" if used else ""
-        turn.say(f"failed in the last day, see `doctor --forget`: {names}{end}")
-    return turn.fleet, turn.todo
+        fleet.say(f"failed in the last day, see `doctor --forget`: {names}{end}")
+    return fleet, fleet.todo
 
 
 def step(fleet: Fleet, event: Event) -> tuple[Fleet, list[Do]]:
@@ -94,118 +94,111 @@ def step(fleet: Fleet, event: Event) -> tuple[Fleet, list[Do]]:
     Of looks and warm-ups one goes on at a time: its end is an event (`Answered`, `Warmed`, or `Mistake`), which is to
     come before the next attempt ends, or not at all.
     """
-    turn = Turn(replace(fleet, now=event.now))
-    RULES[type(event)](turn, event)
-    return turn.fleet, turn.todo
+    fleet = replace(fleet, now=event.now, hosts=dict(fleet.hosts), search=copy(fleet.search), todo=[])
+    RULES[type(event)](fleet, event)
+    return fleet, fleet.todo
 
 
-def _on_tick(turn: Turn, event: Tick) -> None:
-    if turn.fleet.search is not None:
-        start.waited(turn, turn.fleet.search)
-    elif not turn.fleet.is_fixed:
-        _follow(turn)
+def _on_tick(fleet: Fleet, event: Tick) -> None:
+    if fleet.search is not None:
+        start.waited(fleet, fleet.search)
+    elif not fleet.is_fixed:
+        _follow(fleet)
 
 
-def _on_answer(turn: Turn, event: Answered) -> None:
-    fleet = turn.fleet
+def _on_answer(fleet: Fleet, event: Answered) -> None:
     if not isinstance(fleet.look, Look):
         return
     if fleet.search is not None:
-        start.answered(turn, fleet.search, fleet.look, event)
+        start.answered(fleet, fleet.search, fleet.look, event)
     else:
-        looks.answered(turn, fleet.look, event)
+        looks.answered(fleet, fleet.look, event)
 
 
-def _on_warm(turn: Turn, event: Warmed) -> None:
-    if isinstance(turn.fleet.look, Warm):
-        looks.warmed(turn, turn.fleet.look, event)
+def _on_warm(fleet: Fleet, event: Warmed) -> None:
+    if isinstance(fleet.look, Warm):
+        looks.warmed(fleet, fleet.look, event)
 
 
-def _follow(turn: Turn) -> None:
+def _follow(fleet: Fleet) -> None:
     """While ranks run: let hosts be those that are wanted, as far as that costs no restart."""
-    _receive_newcomers(turn)
-    change = turn.fleet.change
-    spares = turn.fleet.are(State.SPARE)
-    if spares and not turn.fleet.are(State.WARM):  # else they come in behind these
-        turn.change_members(joins=spares)
-    if idle := [name for name in change.leaves if name not in turn.fleet.working]:
-        turn.change_members(leaves=idle)
-        turn.say(f"{', '.join(idle)} left the job; no rank ran there")
+    _receive_newcomers(fleet)
+    change = fleet.change
+    spares = fleet.are(State.SPARE)
+    if spares and not fleet.are(State.WARM):  # else they come in behind these
+        fleet.change_members(joins=spares)
+    if idle := [name for name in change.leaves if name not in fleet.working]:
+        fleet.change_members(leaves=idle)
+        fleet.say(f"{', '.join(idle)} left the job; no rank ran there")
     if change.kept:
-        there = len(turn.fleet.there)
-        turn.say(
-            f"{', '.join(change.kept)} {KEPT}: of the {there} hosts that are there, at least {turn.fleet.least} stay "
+        there = len(fleet.there)
+        fleet.say(
+            f"{', '.join(change.kept)} {KEPT}: of the {there} hosts that are there, at least {fleet.least} stay "
             "(--min-hosts)"
         )
-    turn.move([name for name in turn.fleet.members_in(State.LEAVING) if name not in change.leaves], State.WORKING)
-    turn.move([name for name in turn.fleet.members_in(State.WORKING) if name in change.leaves], State.LEAVING)
-    looks.next_look(turn)
+    fleet.move([name for name in fleet.members_in(State.LEAVING) if name not in change.leaves], State.WORKING)
+    fleet.move([name for name in fleet.members_in(State.WORKING) if name in change.leaves], State.LEAVING)
+    looks.next_look(fleet)
 
 
-def _receive_newcomers(turn: Turn) -> None:
+def _receive_newcomers(fleet: Fleet) -> None:
     """Hosts that came are looked at, together with spare ones; those that are wanted no more are forgotten."""
-    fleet = turn.fleet
     wanted, every, members = dict.fromkeys(fleet.wanted_now), {*fleet.wanted.hosts}, {*fleet.members}
-    turn.move([name for name in every if name not in members and name not in wanted], State.HELD)
-    turn.drop([name for name in fleet.hosts if name not in members and name not in every])
-    warm = [name for name in fleet.members_in(State.WARM) if name not in wanted]
-    turn.move(warm, State.LOST)
-    hosts = turn.fleet.hosts
-    new = [
-        name for name in wanted if name not in fleet.members and (name not in hosts or hosts[name].state is State.HELD)
-    ]
-    turn.move(new, State.WANTED, due=fleet.now)
+    fleet.move([name for name in every if name not in members and name not in wanted], State.HELD)
+    fleet.drop([name for name in fleet.hosts if name not in members and name not in every])
+    fleet.move([name for name in fleet.members_in(State.WARM) if name not in wanted], State.LOST)
+    held = [name for name, host in fleet.hosts.items() if host.state is State.HELD]
+    new = [name for name in wanted if name not in members and (name not in fleet.hosts or name in held)]
+    fleet.move(new, State.WANTED, due=fleet.now)
     if new:  # together with these they may help
-        turn.move(turn.fleet.are(State.SPARE), State.FIT)
+        fleet.move(fleet.are(State.SPARE), State.FIT)
 
 
-def _on_list(turn: Turn, event: Listed) -> None:
-    fleet, before = turn.fleet, {*turn.fleet.wanted.hosts}
-    turn.update(wanted=fleet.wanted.with_list(event.hosts), stays=fleet.stays.with_list(event.hosts, fleet.now))
-    fleet = turn.fleet
-    _forget(turn, {*fleet.wanted.hosts} ^ before)
+def _on_list(fleet: Fleet, event: Listed) -> None:
+    before = {*fleet.wanted.hosts}
+    fleet.wanted = fleet.wanted.with_list(event.hosts)
+    fleet.stays = fleet.stays.with_list(event.hosts, fleet.now)
+    _forget(fleet, {*fleet.wanted.hosts} ^ before)
     for name in sorted({*fleet.wanted.hosts} - {*fleet.wanted_now}):
         stays = fleet.stays
-        turn.say(
+        fleet.say(
             f"host {name} left the list {stays.short[name]} times soon after it came; it is taken in when it has "
             f"stayed there for {stays.joins_at(name) - stays.since[name]:.0f} s, or by `join`"
         )
-    turn.update(said=frozenset(key for key in turn.fleet.said if KEPT not in key[1]))
+    fleet.said = frozenset(key for key in fleet.said if KEPT not in key[1])
 
 
-def _forget(turn: Turn, names: Sequence[str] | set[str]) -> None:
+def _forget(fleet: Fleet, names: Sequence[str] | set[str]) -> None:
     """These hosts are looked at, and spoken of, as if they were new."""
-    fleet = turn.fleet
     for name in names:
         if name in fleet.members:
-            turn.move([name], fleet.hosts[name].state, failures=0, is_known=False)
-    turn.drop([name for name in names if name not in fleet.members])
-    turn.unsay(*names)
+            fleet.move([name], fleet.hosts[name].state, failures=0, is_known=False)
+    fleet.drop([name for name in names if name not in fleet.members])
+    fleet.unsay(*names)
 
 
-def _on_join(turn: Turn, event: Joined) -> None:
-    turn.todo.append(_join(turn, event.hosts))
+def _on_join(fleet: Fleet, event: Joined) -> None:
+    fleet.todo.append(_join(fleet, event.hosts))
 
 
-def _join(turn: Turn, hosts: Sequence[str]) -> Answer:
-    fleet = turn.fleet
+def _join(fleet: Fleet, hosts: Sequence[str]) -> Answer:
     members = {*fleet.members} & {*fleet.wanted_now}
     new = [name for name in hosts if name not in members]
     if not new:
         return Answer(done=True, text=f"{', '.join(hosts)} is in the job already")
-    turn.update(wanted=fleet.wanted.with_join(new))
-    _forget(turn, new)
+    fleet.wanted = fleet.wanted.with_join(new)
+    _forget(fleet, new)
     away = [name for name in fleet.members_in(*AWAY) if name in new]
-    turn.move([name for name in away if fleet.hosts[name].state is not State.LOOKING], State.LOST, due=fleet.now)
+    fleet.move([name for name in away if fleet.hosts[name].state is not State.LOOKING], State.LOST, due=fleet.now)
     return Answer(done=True, text=f"{', '.join(new)} is checked now, and joins the job when it passes")
 
 
-def _on_leave(turn: Turn, event: Left) -> None:
-    turn.todo.append(_leave(turn, event.hosts))
+def _on_leave(fleet: Fleet, event: Left) -> None:
+    fleet.todo.append(_leave(fleet, event.hosts))
 
 
-def _leave(turn: Turn, hosts: Sequence[str]) -> Answer:
-    fleet, names = turn.fleet, ", ".join(hosts)
+def _leave(fleet: Fleet, hosts: Sequence[str]) -> Answer:
+    names = ", ".join(hosts)
     if strange := [name for name in hosts if name not in fleet.wanted.hosts]:
         text = f"{', '.join(strange)} is no host of the job: it has {', '.join(fleet.wanted.hosts)}"
         return Answer(done=False, text=text)
@@ -216,7 +209,7 @@ def _leave(turn: Turn, hosts: Sequence[str]) -> Answer:
             text=f"{names} cannot leave: of the {len(fleet.there)} hosts that are there, at least {fleet.least} stay "
             "(--min-hosts); let others join before",
         )
-    turn.update(wanted=wanted)
+    fleet.wanted = wanted
     if not {*hosts} & {*fleet.working}:
         return Answer(done=True, text=f"{names} leaves the job; no rank runs there")
     return Answer(done=True, text=f"the ranks save, and the job continues without {names}")
@@ -230,16 +223,14 @@ def _due(fleet: Fleet, lost: str = "") -> tuple[tuple[str, ...], tuple[str, ...]
     return joins, tuple(name for name in change.leaves if name in fleet.working)
 
 
-def _drain(turn: Turn, event: CanDrain) -> None:
+def _drain(fleet: Fleet, event: CanDrain) -> None:
     """Have the ranks save and leave, where hosts are to join or leave."""
-    fleet = turn.fleet
     joins, leaves = _due(fleet)
     joins = joins if event.joins_too or leaves else ()
     if not joins and not leaves:
-        turn.update(leaves_since=None)
+        fleet.leaves_since = None
         return
-    since = fleet.leaves_since or fleet.now
-    turn.update(leaves_since=since)
+    since = fleet.leaves_since = fleet.leaves_since or fleet.now
     is_first_look = any(not host.is_known for host in fleet.candidates if host.name not in fleet.members)
     if not joins and is_first_look and fleet.now < since + SWAP_S:
         return
@@ -248,74 +239,75 @@ def _drain(turn: Turn, event: CanDrain) -> None:
     groups = ((back, "can be used again"), (new, "can join the job"), (leaves, "shall leave the job"))
     with_them = [f"with {', '.join(joins)}"] * bool(joins) + [f"without {', '.join(leaves)}"] * bool(leaves)
     why = "; ".join(f"{', '.join(names)} {what}" for names, what in groups if names)
-    turn.todo.append(Drain(why=why, then=f"the job continues {' and '.join(with_them)}"))
+    fleet.todo.append(Drain(why=why, then=f"the job continues {' and '.join(with_them)}"))
 
 
-def _on_end(turn: Turn, event: AttemptEnded) -> None:
+def _on_end(fleet: Fleet, event: AttemptEnded) -> None:
     """After an attempt: change the hosts of the job, and decide whether there is another attempt."""
-    fleet, joins = turn.fleet, ()
+    joins, members = (), fleet.members
     taken_in, before = fleet.taken_in, max((one.reached for one in fleet.attempts), default=0)
     if not fleet.is_fixed:
         joins, leaves = _due(fleet, event.lost)
-        turn.change_members(dict.fromkeys((*joins, *fleet.are(State.SPARE))), leaves)
-    turn.update(look=None, leaves_since=None, with_warm=(), kept=(), taken_in=())
-    away = turn.fleet.members_in(*AWAY, State.WARM)
-    turn.move([name for name in away if name not in joins], State.LOST)
-    has_spare = turn.fleet.has_spare or bool(joins)
+        fleet.change_members(dict.fromkeys((*joins, *fleet.are(State.SPARE))), leaves)
+    fleet.look, fleet.leaves_since = None, None
+    fleet.with_warm, fleet.kept, fleet.taken_in = (), (), ()
+    away = fleet.members_in(*AWAY, State.WARM)
+    fleet.move([name for name in away if name not in joins], State.LOST)
+    has_spare = fleet.has_spare or bool(joins)
     attempt = event.attempt
     others = event.lost and event.lost not in taken_in  # its end is no fault of those that were taken in
     if taken_in and has_come_to_nothing(attempt, before) and not others:
         attempt = replace(attempt, failed_growth=", ".join(taken_in))
-        note_return(turn, taken_in, failed=True)
-        back = [name for name in joins if name in fleet.members]
-        turn.move([name for name in joins if name not in back], State.SPARE)
-        turn.move((*back, *(name for name in taken_in if name in turn.fleet.members)), State.LOST)
-    turn.update(attempts=(*fleet.attempts, attempt))
+        note_return(fleet, taken_in, failed=True)
+        back = [name for name in joins if name in members]
+        fleet.move([name for name in joins if name not in back], State.SPARE)
+        fleet.move((*back, *(name for name in taken_in if name in fleet.members)), State.LOST)
+    fleet.attempts = (*fleet.attempts, attempt)
     if event.lost and has_spare:  # a spare host takes its place without an attempt to reach it
-        _set_aside(turn, event.lost)
+        _set_aside(fleet, event.lost)
     job = fleet.given
-    decision = next_action(turn.fleet.attempts, job.max_restarts, job.restart_on, turn.fleet.can_do_without)
-    turn.todo.append(decision)
+    decision = next_action(fleet.attempts, job.max_restarts, job.restart_on, fleet.can_do_without)
+    fleet.todo.append(decision)
     if not decision.again:
         return
     if attempt.cause is Cause.INFRASTRUCTURE and attempt.host:
-        turn.update(unchecked=turn.fleet.unchecked | {attempt.host})
+        fleet.unchecked |= {attempt.host}
     if decision.set_aside:
-        _set_aside(turn, decision.set_aside)
-    _let_go(turn, event.departing)
+        _set_aside(fleet, decision.set_aside)
+    _let_go(fleet, event.departing)
 
 
-def _set_aside(turn: Turn, name: str) -> None:
+def _set_aside(fleet: Fleet, name: str) -> None:
     """Use this host only where there are too few others."""
-    if name in turn.fleet.members:
-        turn.move([name], State.ASIDE)
+    if name in fleet.members:
+        fleet.move([name], State.ASIDE)
 
 
-def _let_go(turn: Turn, departing: Sequence[str]) -> None:
+def _let_go(fleet: Fleet, departing: Sequence[str]) -> None:
     """Go on without hosts that a system has asked to end; wait for the end of those that the job needs."""
     needed: list[str] = []
     for name in departing:
-        if name not in turn.fleet.members:
+        if name not in fleet.members:
             continue
-        if turn.fleet.can_do_without(name):
-            turn.move([name], State.LOST)
+        if fleet.can_do_without(name):
+            fleet.move([name], State.LOST)
         else:
             needed.append(name)
-        turn.move([name], turn.fleet.hosts[name].state, departs_by=turn.fleet.now + DEPART_S)
+        fleet.move([name], fleet.hosts[name].state, departs_by=fleet.now + DEPART_S)
     if needed:
-        turn.say(
+        fleet.say(
             f"the job needs {', '.join(needed)}: it starts again there when the host has ended and is back, or is "
             f"still there in {DEPART_S:g} s",
-            start.SEARCH,
+            SEARCH,
         )
-        turn.todo.append(AwaitEnd(hosts=tuple(needed)))
+        fleet.todo.append(AwaitEnd(hosts=tuple(needed)))
 
 
-def _on_fault(turn: Turn, event: Fault) -> None:
-    turn.say(event.text)
+def _on_fault(fleet: Fleet, event: Fault) -> None:
+    fleet.say(event.text)
 
 
-RULES: Mapping[type[Event], Callable[[Turn, Any], None]] = {
+RULES: Mapping[type[Event], Callable[[Fleet, Any], None]] = {
     Begin: start.begin,
     Answered: _on_answer,
     Tick: _on_tick,
