@@ -1,37 +1,15 @@
 """The hosts of a job as a pure function of what happens: tables, and random histories by a clock that is not real."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.fleet.state import (
-    Answered,
-    AttemptEnded,
-    Begin,
-    CanDrain,
-    Do,
-    Drain,
-    Event,
-    Fleet,
-    GiveUp,
-    Joined,
-    Keep,
-    Left,
-    Listed,
-    Look,
-    Lost,
-    Say,
-    Start,
-    State,
-    Tick,
-    Wait,
-    Warm,
-    Warmed,
-)
+from roxxel_dist.launcher.fleet import events
+from roxxel_dist.launcher.fleet.state import Fleet, State
 from roxxel_dist.launcher.fleet.step import fleet_of, step
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, Decision
@@ -52,31 +30,28 @@ class World:
     """Up; away; there and unfit; or there, and its imports fail."""
     now: float = 0.0
     step: int = 0
-    pending: Look | Warm | None = None
+    pending: events.Look | events.Warm | None = None
     running: bool = False
     ended: str = ""
     starts: list[tuple[str, ...]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    kept: tuple[str, ...] = ()
 
-    def happens(self, kind: type[Event], **values: Any) -> Sequence[Do]:
+    def happens(self, kind: Callable[..., events.Event], **values: Any) -> Sequence[events.Do]:
         """Let it happen, and do what follows."""
-        self.fleet, todo = step(self.fleet, kind(now=self.now, **values))
+        self.fleet, todo = step(self.fleet, kind(**values), self.now)
         self.check()
         for do in todo:
             match do:
-                case Look() | Warm():
+                case events.Look() | events.Warm():
                     assert self.pending is None, "one look at a time"
                     self.pending = do
-                case Say(text=text):
+                case events.Say(text=text):
                     self.said.append(text)
-                case Keep(hosts=hosts):
-                    self.kept = hosts
-                case Start(assignment=assignment):
+                case events.Start(assignment=assignment):
                     assert all(self.hosts[name] in (UP, COLD) for name in assignment.hosts), "only fit hosts start"
                     self.starts.append(assignment.hosts)
                     self.running = True
-                case GiveUp(text=text):
+                case events.GiveUp(text=text):
                     self.ended = text
                 case Decision(again=False, why=why):
                     self.ended = why or "done"
@@ -96,13 +71,13 @@ class World:
             looking = {name for name, host in fleet.hosts.items() if host.state is State.LOOKING}
             assert looking <= {*asked}, "whoever is asked gets an answer"
 
-    def answer(self) -> Sequence[Do]:
+    def answer(self) -> Sequence[events.Do]:
         """What the hosts say by now to the look, or the warm-up, that goes on."""
         do, self.pending = self.pending, None
-        if isinstance(do, Warm):
+        if isinstance(do, events.Warm):
             failed = {name: "no jax" for name in do.plan.hosts if self.hosts[name] != UP and name not in self.working}
-            return self.happens(Warmed, failed=failed)
-        if isinstance(do, Look):
+            return self.happens(events.Warmed, failed=failed)
+        if isinstance(do, events.Look):
             hosts = do.assignment.hosts
             away = {name: "No route to host" for name in hosts if self.hosts[name] == AWAY}
             wrong = [
@@ -110,7 +85,7 @@ class World:
             ]
             machines = {name: name for name in hosts}
             report = PreflightReport(address="10.0.0.1", port=1, findings=wrong, unreachable=away, machines=machines)
-            return self.happens(Answered, report=report)
+            return self.happens(events.Answered, report=report)
         return ()
 
     @property
@@ -123,19 +98,19 @@ class World:
         attempt = AttemptSummary(
             cause=cause, code=1, reached=self.step, counts=True, seconds=100.0, **more.pop("of", {})
         )
-        self.happens(AttemptEnded, attempt=attempt, **more)
+        self.happens(events.AttemptEnded, attempt=attempt, **more)
         if not self.ended:
             self.begins()
 
     def begins(self) -> None:
         """Seek hosts, until some start, or too few are there."""
-        todo = self.happens(Begin)
+        todo = self.happens(events.Begin)
         for _ in range(1000):
             if self.running or self.ended:
                 return
-            if isinstance(todo[-1], Wait):
+            if isinstance(todo[-1], events.Wait):
                 self.now += todo[-1].seconds
-                todo = self.happens(Tick)
+                todo = self.happens(events.Tick)
             else:
                 todo = self.answer()
         raise AssertionError("a search without an end")
@@ -144,15 +119,15 @@ class World:
         """Time goes on; ranks that can save and leave do so."""
         self.now += seconds
         self.step += 3
-        self.happens(Tick)
+        self.happens(events.Tick)
         lost = [name for name in self.working if self.hosts[name] == AWAY]
         if lost:
             self.ends(Cause.INFRASTRUCTURE, lost=lost[0])
             return
-        gone = [name for name in self.kept if self.hosts[name] == AWAY]
+        gone = [name for name in self.fleet.kept if self.hosts[name] == AWAY]
         if gone and self.pending is None:
-            self.happens(Lost, host=gone[0], why="its agent ended")
-        if any(isinstance(do, Drain) for do in self.happens(CanDrain)):
+            self.happens(events.Lost, host=gone[0], why="its agent ended")
+        if any(isinstance(do, events.Drain) for do in self.happens(events.CanDrain)):
             self.ends(Cause.PREEMPTED, of={"changes_hosts": True})
 
 
@@ -179,11 +154,11 @@ def act(one: World, rng: random.Random) -> None:
         case 0 | 1:
             one.hosts[rng.choice(NAMES)] = rng.choice((UP, UP, AWAY, UNFIT, COLD))
         case 2:
-            one.happens(Listed, hosts=some)
+            one.happens(events.Asked, by="list", hosts=some)
         case 3:
-            one.happens(Joined, hosts=some[:2])
+            one.happens(events.Asked, by="join", hosts=some[:2])
         case 4:
-            one.happens(Left, hosts=some[:2])
+            one.happens(events.Asked, by="leave", hosts=some[:2])
         case 5 if one.working:
             host = rng.choice(one.working)
             one.ends(Cause.INFRASTRUCTURE, of={"rank": 0, "host": host, "step": one.step})

@@ -19,9 +19,8 @@ from ranks import is_waiting_spare
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import inbox
-from roxxel_dist.launcher.fleet import driver, looks
+from roxxel_dist.launcher.fleet import driver, events, looks
 from roxxel_dist.launcher.fleet.driver import Driver
-from roxxel_dist.launcher.fleet.state import Start, Warm
 from roxxel_dist.launcher.fleet.step import fleet_of
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
@@ -256,7 +255,7 @@ def looking(tmp_path: Path, *wanted: str) -> Iterator[Driver]:
         HostPool(Remote(), limits=job.limits) as pool,
     ):
         found = Driver(fleet, Remote(), signals, screen, pool)
-        assert isinstance(found.select({}), Start)
+        assert isinstance(found.select({}), events.Start)
         with found.attempt():
             yield found
 
@@ -285,7 +284,7 @@ def test_a_mistake_with_hosts_that_wait_is_said_and_others_are_looked_at(
     monkeypatch.setattr(driver, "check_job_hosts", passes)
     with looking(tmp_path) as one:
         one._waiting.connect("c")
-        one._work.put(Warm(plan=one.fleet.assignment_of("a"), visible={}, candidates=()))  # it wakes the thread
+        one._work.put(events.Warm(plan=one.fleet.assignment_of("a"), visible={}, candidates=()))  # it wakes the thread
         until(lambda: len(tended) >= 3, "three looks at the agents")
         one.tick()
     said = [line for line in capfd.readouterr().err.splitlines() if "a look at c failed" in line]

@@ -9,8 +9,9 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control import member_requests
 from roxxel_dist.launcher.control.host_list import HostList
 from roxxel_dist.launcher.control.member_requests import Request
+from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.driver import Driver
-from roxxel_dist.launcher.fleet.state import NUMBERS, Answer, Fault, Joined, Left, Listed
+from roxxel_dist.launcher.fleet.state import NUMBERS
 from roxxel_dist.launcher.job.backend import Backend, HostSource
 from roxxel_dist.launcher.job.spec import JobSpec
 
@@ -91,24 +92,21 @@ class Inbox:
 
     def feed(self, fleet: Driver) -> None:
         """Give the fleet what has come: lists, and requests, which get their answers."""
-        now, step = time.monotonic(), fleet.step
         while not self.faults.empty():
-            step(Fault(now=now, text=f"{self.faults.get()}; the list stays as it was"))
+            fleet.step(events.Say(text=f"{self.faults.get()}; the list stays as it was"))
         while not self.lists.empty():
             hosts = self.lists.get()
             try:
                 self._check_joining(hosts)
+                fleet.step(events.Asked(by="list", hosts=tuple(hosts)))
             except UserError as error:
-                step(Fault(now=now, text=f"--hosts-from: {error}; the list stays as it was"))
-                continue
-            step(Listed(now=now, hosts=tuple(hosts)))
+                fleet.step(events.Say(text=f"--hosts-from: {error}; the list stays as it was"))
         while not self.requests.empty():
             request = self.requests.get()
             try:
                 self._check_joining(request.hosts)
+                todo = fleet.step(events.Asked(by="join" if request.joins else "leave", hosts=request.hosts))
+                done = next(do for do in todo if isinstance(do, events.Answer))
             except UserError as error:
-                member_requests.answer(request, False, str(error))
-                continue
-            for do in step((Joined if request.joins else Left)(now=now, hosts=request.hosts)):
-                if isinstance(do, Answer):
-                    member_requests.answer(request, do.done, do.text)
+                done = events.Answer(done=False, text=str(error))
+            member_requests.answer(request, done.done, done.text)

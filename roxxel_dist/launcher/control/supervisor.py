@@ -14,8 +14,8 @@ from roxxel_dist.launcher.control.members import MemberHangs, MemberSources
 from roxxel_dist.launcher.control.notify import Notifier
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.report import first_words, report_of
+from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.driver import Driver, NotReadyError, StoppedError
-from roxxel_dist.launcher.fleet.state import AttemptEnded, AwaitEnd, Start
 from roxxel_dist.launcher.fleet.step import DEPART_S, fleet_of
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import Assignment, placements, working_hosts
@@ -157,11 +157,9 @@ class _Controller:
             begun = time.monotonic()
             with fleet.attempt():
                 result = self._attempt(start, pool)
-            now, job = time.monotonic(), start.assignment.job
-            lost, gone_by = result.lost, result.gone_by
-            ended = AttemptEnded(
-                now=now,
-                attempt=summary(result, seconds=now - begun, counts=job.program.reports_steps),
+            job, lost, gone_by = start.assignment.job, result.lost, result.gone_by
+            ended = events.AttemptEnded(
+                attempt=summary(result, seconds=time.monotonic() - begun, counts=job.program.reports_steps),
                 lost=lost.host if lost is not None and lost.with_host else "",
                 departing=tuple(result.departing),
             )
@@ -178,7 +176,7 @@ class _Controller:
                 )
             fleet.say()
             for do in todo:
-                if isinstance(do, AwaitEnd):
+                if isinstance(do, events.AwaitEnd):
                     self._await_end(do.hosts, pool)
             if numbers := self.signals.wait(decision.wait):
                 raise StoppedError(numbers[0])
@@ -242,7 +240,7 @@ class _Controller:
         """The largest step that a rank has entered."""
         return max((attempt.reached for attempt in self._attempts), default=0)
 
-    def _attempt(self, start: Start, pool: HostPool) -> AttemptResult:
+    def _attempt(self, start: events.Start, pool: HostPool) -> AttemptResult:
         job, backend, console = start.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
         reached, trains = self._reached, job.program.reports_steps

@@ -7,26 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from roxxel_dist.launcher.fleet.state import (
-    Answered,
-    Begin,
-    CanDrain,
-    Do,
-    Drain,
-    Event,
-    Fleet,
-    GiveUp,
-    Keep,
-    Look,
-    Lost,
-    Mistake,
-    Say,
-    Start,
-    Tick,
-    Wait,
-    Warm,
-    Warmed,
-)
+from roxxel_dist.launcher.fleet import events
+from roxxel_dist.launcher.fleet.state import Fleet
 from roxxel_dist.launcher.fleet.step import step
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
@@ -79,7 +61,7 @@ class Driver:
 
     def __init__(
         self,
-        fleet: tuple[Fleet, Sequence[Do]],
+        fleet: tuple[Fleet, Sequence[events.Do]],
         backend: Backend,
         signals: SignalPipe,
         screen: Console,
@@ -94,26 +76,23 @@ class Driver:
         self._devices = checks_of(job, backend.hosts, len(working_hosts(job, backend.hosts)))
         self._lock = threading.Lock()
         self._notes = queue.SimpleQueue[str]()
-        self._work = queue.SimpleQueue[Look | Warm | None]()  # None: the end
-        self._kept: tuple[str, ...] = ()
+        self._work = queue.SimpleQueue[events.Look | events.Warm | None]()  # None: the end
         self._is_over = True
         self._begin(todo)
 
-    def step(self, event: Event) -> list[Do]:
+    def step(self, event: events.Event) -> list[events.Do]:
         """Let something happen; returns what is to be done, of which looks and warm-ups are begun."""
         with self._lock:
-            self.fleet, todo = step(self.fleet, event)
+            self.fleet, todo = step(self.fleet, event, time.monotonic())
             self._begin(todo)
         return todo
 
-    def _begin(self, todo: Sequence[Do]) -> None:
+    def _begin(self, todo: Sequence[events.Do]) -> None:
         for do in todo:
             match do:
-                case Say(text=text):
+                case events.Say(text=text):
                     self._notes.put(text)
-                case Keep(hosts=hosts):
-                    self._kept = hosts
-                case Look() | Warm() if not self._is_over:
+                case events.Look() | events.Warm() if not self._is_over:
                     self._work.put(do)
                 case _:
                     pass
@@ -123,29 +102,29 @@ class Driver:
         while not self._notes.empty():
             self._screen.info(self._notes.get())
 
-    def select(self, gone_by: Mapping[str, float]) -> Start:
+    def select(self, gone_by: Mapping[str, float]) -> events.Start:
         """The hosts that start the next attempt, when the ranks of lost ones have ended (`Begin.gone_by`).
 
         Raises:
             NotReadyError: there are too few.
             StoppedError: the launcher was asked to stop.
         """
-        todo = self.step(Begin(now=time.monotonic(), gone_by=gone_by))
+        todo = self.step(events.Begin(gone_by=gone_by))
         while True:
             self.say()
             match todo[-1]:
-                case Look() as look:
+                case events.Look() as look:
                     report = self._look_before_start(look)
                     trusted = tuple(link.host for link in self._pool.all if link.ranks)
-                    todo = self.step(Answered(now=time.monotonic(), report=report, trusted=trusted))
-                case Wait(seconds=seconds):
+                    todo = self.step(events.Answered(report=report, trusted=trusted))
+                case events.Wait(seconds=seconds):
                     self._pause(seconds)
                     self._receive(self)
-                    todo = self.step(Tick(now=time.monotonic()))
-                case Start() as start:
+                    todo = self.step(events.Tick())
+                case events.Start() as start:
                     self._pause(start.wait_s)
                     return start
-                case GiveUp(text=text, unreachable=unreachable):
+                case events.GiveUp(text=text, unreachable=unreachable):
                     raise NotReadyError(text, unreachable=unreachable)
                 case do:
                     raise AssertionError(do)
@@ -154,7 +133,7 @@ class Driver:
         if numbers := self._signals.wait(seconds):
             raise StoppedError(numbers[0])
 
-    def _look_before_start(self, look: Look) -> PreflightReport:
+    def _look_before_start(self, look: events.Look) -> PreflightReport:
         report = None
         while report is None:
             self._pool.reach_anew()
@@ -169,7 +148,7 @@ class Driver:
         self._devices.passed.clear()
         return report
 
-    def _look(self, look: Look, pool: HostPool) -> PreflightReport:
+    def _look(self, look: events.Look, pool: HostPool) -> PreflightReport:
         self._devices.pending.update(look.check)
         plan = look.assignment
         return check_job_hosts(
@@ -184,7 +163,7 @@ class Driver:
             return
         with HostPool(self._backend, limits=self.fleet.given.limits) as self._waiting:
             self._wake, woken = os.pipe()
-            self._warmed, self._kept, self._is_over = set[str](), (), False
+            self._warmed, self._is_over = set[str](), False
             thread = threading.Thread(target=self._carry_out, name="fleet", daemon=True)
             thread.start()
             try:
@@ -202,20 +181,20 @@ class Driver:
     def tick(self) -> None:
         """While ranks run: follow lists and requests, and the clock."""
         self._receive(self)
-        self.step(Tick(now=time.monotonic()))
+        self.step(events.Tick())
         self.say()
 
-    def drain(self, *, joins_too: bool = True) -> Drain | None:
+    def drain(self, *, joins_too: bool = True) -> events.Drain | None:
         """Why the ranks are to save and leave now, if they are. `joins_too`: also for hosts that come."""
-        todo = self.step(CanDrain(now=time.monotonic(), joins_too=joins_too))
-        return next((do for do in todo if isinstance(do, Drain)), None)
+        todo = self.step(events.CanDrain(joins_too=joins_too))
+        return next((do for do in todo if isinstance(do, events.Drain)), None)
 
     def _carry_out(self) -> None:
         while not self._is_over:
             do = self._next()
             try:
                 if do is not None:
-                    self._report(self._answer(do) if isinstance(do, Look) else self._warm_up(do))
+                    self._report(self._answer(do) if isinstance(do, events.Look) else self._warm_up(do))
             except Interrupted:
                 return
             except Exception as error:  # the thread would end, and with it all looks
@@ -226,27 +205,27 @@ class Driver:
             except Exception as error:
                 self._note_mistake(tuple(link.host for link in self._waiting.all), error)
 
-    def _next(self) -> Look | Warm | None:
+    def _next(self) -> events.Look | events.Warm | None:
         try:
             return self._work.get(timeout=TEND_S if self._waiting.all else None)
         except queue.Empty:
             return None
 
-    def _report(self, event: Event) -> None:
+    def _report(self, event: events.Event) -> None:
         if not self._is_over:
             self.step(event)
 
     def _note_mistake(self, hosts: tuple[str, ...], error: Exception) -> None:
-        self._report(Mistake(now=time.monotonic(), hosts=hosts, error=repr(error)))
+        self._report(events.Mistake(hosts=hosts, error=repr(error)))
 
-    def _answer(self, look: Look) -> Answered:
+    def _answer(self, look: events.Look) -> events.Answered:
         with HostPool(self._backend, self._wake, self.fleet.given.limits) as pool:
             report = self._look(look, pool)
             if report.passed and self.fleet.given.warm_spares != "off":
                 self._waiting.adopt(pool, [host for host in look.keep if not self._waiting.is_connected(host)])
-        return Answered(now=time.monotonic(), report=report)
+        return events.Answered(report=report)
 
-    def _warm_up(self, warm: Warm) -> Warmed:
+    def _warm_up(self, warm: events.Warm) -> events.Warmed:
         """Have agents start spares for the ranks that they would have, and wait for the spares' imports."""
         plan, job = warm.plan, self.fleet.given
         self._events(0)  # of the others; from here on silence counts
@@ -272,17 +251,18 @@ class Driver:
             lost = {host: why for host, why in self._lost().items() if host in pending}
             failed |= lost
             pending -= lost.keys()
-        return Warmed(now=time.monotonic(), failed=failed)
+        return events.Warmed(failed=failed)
 
     def _tend(self) -> None:
         """Let go of agents on hosts that are not to join any more, and of hosts whose agents are lost."""
         self._events(0)
         lost = self._lost()
-        gone = [link for link in self._waiting.all if link.lost or link.host not in self._kept]
+        kept = self.fleet.kept
+        gone = [link for link in self._waiting.all if link.lost or link.host not in kept]
         self._warmed -= {link.host for link in gone}
         self._waiting.disconnect(gone)
         for host, why in lost.items():
-            self._report(Lost(now=time.monotonic(), host=host, why=why))
+            self._report(events.Lost(host=host, why=why))
 
     def _events(self, wait_s: float) -> list[tuple[HostConnection, Message | HostLost | str]]:
         events = self._waiting.events(wait_s) if self._waiting.all else ()

@@ -9,19 +9,8 @@ import math
 import re
 from collections.abc import Collection, Mapping
 
-from roxxel_dist.launcher.fleet.state import (
-    AWAY,
-    Answered,
-    Fleet,
-    Host,
-    Keep,
-    Look,
-    Lost,
-    Mistake,
-    State,
-    Warm,
-    Warmed,
-)
+from roxxel_dist.launcher.fleet import events
+from roxxel_dist.launcher.fleet.state import AWAY, Fleet, Host, State
 from roxxel_dist.launcher.job.placement import Assignment
 from roxxel_dist.launcher.preflight.checks import HERE, CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
@@ -45,7 +34,7 @@ def watch(fleet: Fleet) -> None:
     """Ranks have started: hosts that are lost are asked after a pause, where they would help, and newcomers at once."""
     lost = fleet.members_in(*AWAY)
     helps = fleet.grows_with(lost)
-    fleet.look, fleet.with_warm, fleet.kept = None, (), ()
+    fleet.look, fleet.with_warm = None, ()
     for name in lost:
         due = max(fleet.now, fleet.hosts[name].departs_by) + fleet.pause_s
         fleet.move([name], State.LOST, due=due if helps else math.inf)
@@ -74,7 +63,7 @@ def next_look(fleet: Fleet) -> None:
         warm, fit = fleet.are(State.WARM), fleet.are(State.FIT)
         if due:
             first = due[0]
-            is_new = first.name not in fleet.members and not first.is_known and not first.no_help
+            is_new = first.name not in fleet.members and not first.is_known
             if is_new and fleet.grows_with([*warm, *fit, first.name]):
                 fleet.move([first.name], State.FIT, due=math.inf, passed_alone=False)
             else:
@@ -87,10 +76,9 @@ def next_look(fleet: Fleet) -> None:
                 _settle(fleet, fit, len(fleet.working) + len(warm))
         else:
             break
-    keep_warm(fleet)
 
 
-def answered(fleet: Fleet, look: Look, event: Answered) -> None:
+def answered(fleet: Fleet, look: events.Look, event: events.Answered) -> None:
     """Judge what a look has found."""
     names = _end_look(fleet, look)
     if look.keep and names == look.candidates:
@@ -102,7 +90,7 @@ def answered(fleet: Fleet, look: Look, event: Answered) -> None:
     next_look(fleet)
 
 
-def warmed(fleet: Fleet, warm: Warm, event: Warmed) -> None:
+def warmed(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
     """Hosts are ready to join, but those that cannot have ranks."""
     names = _end_look(fleet, warm)
     failed = {name: why for name, why in event.failed.items() if name in names}
@@ -120,14 +108,14 @@ def warmed(fleet: Fleet, warm: Warm, event: Warmed) -> None:
     next_look(fleet)
 
 
-def lost(fleet: Fleet, event: Lost) -> None:
+def lost(fleet: Fleet, event: events.Lost) -> None:
     """A host that was warm is not any more."""
     if _is(fleet, event.host, State.WARM):
         _refuse(fleet, event.host, {"agent": event.why})
     next_look(fleet)
 
 
-def mistaken(fleet: Fleet, event: Mistake) -> None:
+def mistaken(fleet: Fleet, event: events.Mistake) -> None:
     """Say that a look has failed by a mistake of this program, and look again later."""
     names = ", ".join(event.hosts)
     if fleet.look is not None and fleet.look.candidates == event.hosts:
@@ -137,20 +125,11 @@ def mistaken(fleet: Fleet, event: Mistake) -> None:
     next_look(fleet)
 
 
-def keep_warm(fleet: Fleet) -> None:
-    """Agents stay on hosts that are warm, and on spare ones that will work with them."""
-    warm = fleet.are(State.WARM)
-    kept = (*warm, *fleet.with_warm) if warm else ()
-    if kept != fleet.kept:
-        fleet.kept = kept
-        fleet.todo.append(Keep(hosts=kept))
-
-
 def _is(fleet: Fleet, name: str, *states: State) -> bool:
     return any(host.name == name and host.state in states for host in fleet.candidates)
 
 
-def _end_look(fleet: Fleet, do: Look | Warm) -> tuple[str, ...]:
+def _end_look(fleet: Fleet, do: events.Look | events.Warm) -> tuple[str, ...]:
     """The hosts of a look that may still join; those that are wanted no more are lost ones, as before, or forgotten."""
     fleet.look = None
     names = tuple(name for name in do.candidates if _is(fleet, name, State.LOOKING, State.WARM))
@@ -172,7 +151,7 @@ def _look(fleet: Fleet, names: tuple[str, ...]) -> None:
     plan = Assignment(hosts=names, job=fleet.job_of(fleet.members)) if is_alone else fleet.plan(names)
     if is_alone:
         fleet.move(names, State.LOOKING, passed_alone=False)
-    fleet.look = Look(
+    fleet.look = events.Look(
         assignment=plan,
         port=fleet.port,
         busy=fleet.working,
@@ -190,11 +169,9 @@ def _judge_alone(fleet: Fleet, name: str, report: PreflightReport) -> None:
         _refuse(fleet, name, reasons)
         return
     fleet.move([name], State.FIT, passed_alone=True)
-    if fleet.hosts[name].no_help:
-        _settle(fleet, [name], len(fleet.working) + len(fleet.are(State.WARM)))
 
 
-def _judge_together(fleet: Fleet, look: Look, report: PreflightReport) -> None:
+def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) -> None:
     names, working = look.candidates, fleet.working
     same = {name: _is_same_machine(fleet, name, report, names[:place]) for place, name in enumerate(names)}
     strange = [
@@ -210,7 +187,7 @@ def _judge_together(fleet: Fleet, look: Look, report: PreflightReport) -> None:
         (name for name in names if same[name]),
     )
     if report.passed and not wrong:
-        fleet.look = Warm(plan=look.assignment, visible=report.visible, candidates=names)
+        fleet.look = events.Warm(plan=look.assignment, visible=report.visible, candidates=names)
         fleet.todo.append(fleet.look)
         return
     for name in names:
@@ -258,7 +235,7 @@ def _refuse(fleet: Fleet, name: str, reasons: Mapping[str, str]) -> None:
         pause_s = min(pause_s * 2**failures, max(pause_s, LOOK_MOST_S))
     why = "; ".join(reasons.values())
     known = {"is_known": True} if is_new else {}
-    fleet.move([name], State.UNFIT, why=why, failures=failures, due=fleet.now + pause_s, no_help=False, **known)
+    fleet.move([name], State.UNFIT, why=why, failures=failures, due=fleet.now + pause_s, **known)
     what = "does not join yet" if is_new else "is not used again yet"
     if is_new or not is_away:
         fleet.say(f"host {name} {what}, and is asked from time to time: {why}", name)
@@ -269,12 +246,12 @@ def _settle(fleet: Fleet, names: Collection[str], working: int) -> None:
     for name in names:
         host = fleet.hosts[name]
         if not host.passed_alone:
-            fleet.move([name], State.WANTED, due=fleet.now, no_help=True)
+            fleet.move([name], State.WANTED, due=fleet.now, is_known=True)
         elif name in fleet.members:
-            fleet.move([name], State.LOST, due=fleet.now + fleet.pause_s, no_help=False)
+            fleet.move([name], State.LOST, due=fleet.now + fleet.pause_s)
             fleet.say(f"host {name} can be used again; the program cannot use its devices yet", name)
         else:
-            fleet.move([name], State.SPARE, due=math.inf, no_help=False, is_known=True)
+            fleet.move([name], State.SPARE, due=math.inf, is_known=True)
             fleet.say(f"host {name} is a spare: it passed the checks, and {_why_idle(fleet, host, working)}", name)
 
 

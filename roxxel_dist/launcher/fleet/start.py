@@ -3,20 +3,9 @@
 import math
 from collections.abc import Collection
 
+from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.looks import note_return, watch
-from roxxel_dist.launcher.fleet.state import (
-    AWAY,
-    SEARCH,
-    Answered,
-    Begin,
-    Fleet,
-    GiveUp,
-    Look,
-    Search,
-    Start,
-    State,
-    Wait,
-)
+from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Search, State
 from roxxel_dist.launcher.job.placement import Assignment, working_hosts
 from roxxel_dist.launcher.preflight.checks import named
 from roxxel_dist.launcher.preflight.run import PreflightReport
@@ -26,7 +15,7 @@ TELL_S = 5.0
 """A longer wait is announced."""
 
 
-def begin(fleet: Fleet, event: Begin) -> None:
+def begin(fleet: Fleet, event: events.Begin) -> None:
     """Seek hosts for the next attempt.
 
     A spare host at once replaces a host that is unreachable or unfit. Before the first attempt the job goes on at once
@@ -57,12 +46,12 @@ def ask(fleet: Fleet) -> None:
         fleet.unsay("assignment")
         fleet.say(assignment.note, "assignment")
     fleet.note = assignment.note
-    fleet.look = Look(assignment=assignment, port=fleet.port, check=fleet.unchecked)
+    fleet.look = events.Look(assignment=assignment, port=fleet.port, check=fleet.unchecked)
     fleet.unchecked = frozenset()
     fleet.todo.append(fleet.look)
 
 
-def answered(fleet: Fleet, search: Search, look: Look, event: Answered) -> None:
+def answered(fleet: Fleet, search: Search, look: events.Look, event: events.Answered) -> None:
     """Start, go on with other hosts, wait a moment, or give up."""
     report = event.report
     fleet.look = None
@@ -125,7 +114,7 @@ def _start(fleet: Fleet, search: Search, assignment: Assignment, report: Preflig
         note_return(fleet, search.asked, failed={*search.back} != {*search.asked})
     watch(fleet)
     address = f"[{report.address}]" if ":" in report.address else report.address
-    start = Start(
+    start = events.Start(
         assignment=assignment,
         coordinator=f"{address}:{report.port}",
         visible=report.visible,
@@ -166,7 +155,7 @@ def _change(fleet: Fleet, search: Search, report: PreflightReport, trusted: Coll
         _wait(fleet, search, report, len(rest))
         return
     if not (is_replaced or may_shrink or aside):
-        fleet.todo.append(GiveUp(text="\n".join(errors), unreachable=bool(report.unreachable)))
+        fleet.todo.append(events.GiveUp(text="\n".join(errors), unreachable=bool(report.unreachable)))
         return
     fleet.move([name for name in present if name not in rest], State.LOST)
     if not is_replaced:
@@ -190,4 +179,4 @@ def _wait(fleet: Fleet, search: Search, report: PreflightReport, there: int) -> 
         search.starting = search.starting | {*new}
         names = f"host {new[0]}" if len(new) == 1 else f"hosts {named(new)}"
         fleet.say(f"{limit} {names} to start (--host-timeout): {report.unreachable[new[0]]}", SEARCH)
-    fleet.todo.append(Wait(seconds=RETRY_S))
+    fleet.todo.append(events.Wait(seconds=RETRY_S))

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import Assignment, assign, working_hosts
 from roxxel_dist.launcher.job.spec import LAST_PORT, JobSpec
-from roxxel_dist.launcher.policy.restart import AttemptSummary, Decision
-from roxxel_dist.launcher.preflight.run import PreflightReport
+from roxxel_dist.launcher.policy.restart import AttemptSummary
 
 NUMBERS = re.compile(r"\d[\d.,]*")
 
@@ -57,211 +57,10 @@ class Host:
     """Whether a look at it as a newcomer has ended."""
     passed_alone: bool = False
     """In the look that goes on, or in the last one."""
-    no_help: bool = False
-    """Whether it has no work beside those that work now, so that it is only to pass alone."""
     has_returned: bool = False
     """Whether it was lost before, and taken in again."""
     departs_by: float = 0.0
     """When a system that has asked it to end has ended it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Look:
-    """Ask hosts what preflight asks before a start."""
-
-    assignment: Assignment
-    """Which hosts, and the job as they would do it."""
-    port: int | None
-    """Of the coordinator; None: a free one."""
-    busy: tuple[str, ...] = ()
-    """Hosts on which ranks run meanwhile."""
-    check: frozenset[str] = frozenset()
-    """Hosts whose devices have to pass their checks from now on."""
-    candidates: tuple[str, ...] = ()
-    """While others work: those of the hosts that may join them. One alone is asked alone."""
-    keep: tuple[str, ...] = ()
-    """Hosts whose agents stay where all pass: they are to have spares."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Warm:
-    """Have the agents of hosts that are to join import what their ranks will import."""
-
-    plan: Assignment
-    visible: Mapping[str, str]
-    """CUDA_VISIBLE_DEVICES of the hosts that have it."""
-    candidates: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keep:
-    """Let go of agents on all hosts that wait for the next attempt, but on these."""
-
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Say:
-    """Tell people."""
-
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """Answer a request to join or leave."""
-
-    done: bool
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wait:
-    """Before a start: come again with a `Tick` in so many seconds."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Start the ranks."""
-
-    assignment: Assignment
-    coordinator: str
-    """address:port of rank 0's coordinator, as all of them reach it."""
-    visible: Mapping[str, str]
-    """CUDA_VISIBLE_DEVICES of the hosts that have it."""
-    cores: int | None
-    """The most CPUs that a host had when the job began: the bits of a run do not change with its hosts."""
-    wait_s: float = 0.0
-    """By then the ranks on lost hosts have ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GiveUp:
-    """The hosts, or too few of them, can take the job. The text is for people, a line a reason."""
-
-    text: str
-    unreachable: bool
-    """Some do not answer, so that other hosts would do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drain:
-    """Have the ranks save and leave. Why, and how the job goes on then; for people."""
-
-    why: str
-    then: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class AwaitEnd:
-    """Wait for the end of hosts that the job needs, and that a system has asked to end."""
-
-    hosts: tuple[str, ...]
-
-
-Do = Look | Warm | Keep | Say | Answer | Wait | Start | GiveUp | Drain | AwaitEnd | Decision
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """What happens, and when, by the launcher's clock."""
-
-    now: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tick(Event):
-    """Time passes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listed(Event):
-    """The list has these hosts now."""
-
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Joined(Event):
-    """A request that hosts join the job."""
-
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Left(Event):
-    """A request that hosts leave the job."""
-
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault(Event):
-    """A list cannot be used."""
-
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Begin(Event):
-    """The next attempt is to start."""
-
-    gone_by: Mapping[str, float] = field(default_factory=dict)
-    """When the ranks of lost hosts have ended, wherever they are: an agent there has received nothing for long, also
-    where the host answers again (its end of the broken link may be open)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answered(Event):
-    """A look has ended."""
-
-    report: PreflightReport
-    trusted: tuple[str, ...] = ()
-    """Hosts that have had ranks, and whose agents are the same ones."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Warmed(Event):
-    """Hosts that are to join are warm, but those that can have no ranks, and why."""
-
-    failed: Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lost(Event):
-    """The agent of a host that waits for the next attempt has ended."""
-
-    host: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mistake(Event):
-    """A look, or what is done between looks, has failed by a mistake of this program."""
-
-    hosts: tuple[str, ...]
-    error: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class CanDrain(Event):
-    """The ranks can save and leave now."""
-
-    joins_too: bool = True
-    """Also for hosts that come."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptEnded(Event):
-    """All ranks have ended."""
-
-    attempt: AttemptSummary
-    lost: str = ""
-    """A host that is out of reach."""
-    departing: tuple[str, ...] = ()
-    """Hosts that a system has asked to end."""
 
 
 @dataclass(kw_only=True)
@@ -312,12 +111,10 @@ class Fleet:
     """Which machine each host of the last start is."""
     taken_in: tuple[str, ...] = ()
     """Hosts that are in the last start, and were not in the one before."""
-    look: Look | Warm | None = None
+    look: events.Look | events.Warm | None = None
     """What goes on while ranks run."""
     with_warm: tuple[str, ...] = ()
     """Spare hosts that will work when those that are WARM do."""
-    kept: tuple[str, ...] = ()
-    """The last `Keep`."""
     unchecked: frozenset[str] = frozenset()
     """Hosts whose devices are to be checked by the next look."""
     pause_s: float = Limits.look_s
@@ -329,7 +126,7 @@ class Fleet:
     note: str = ""
     """That of the last assignment."""
     cores: int | None = None
-    todo: list[Do] = field(default_factory=list)
+    todo: list[events.Do] = field(default_factory=list)
     """What is to be done after the event that made it."""
 
     @property
@@ -363,6 +160,12 @@ class Fleet:
         if self.started is not None and not self.is_elastic:
             return len(spare) + len(self.started.hosts) > len(working_hosts(self.given, self.members))
         return bool(spare)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Hosts whose agents wait for the next attempt."""
+        warm = self.are(State.WARM)
+        return (*warm, *self.with_warm) if warm else ()
 
     @property
     def least(self) -> int:
@@ -460,7 +263,7 @@ class Fleet:
         key = about, NUMBERS.sub("", text) if about not in ("", SEARCH) else text
         if key not in self.said:
             self.said |= {key}
-            self.todo.append(Say(text=text))
+            self.todo.append(events.Say(text=text))
 
     def unsay(self, *about: str) -> None:
         """People are to read of these again."""

@@ -5,34 +5,9 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from roxxel_dist.launcher.fleet import looks, start
+from roxxel_dist.launcher.fleet import events, looks, start
 from roxxel_dist.launcher.fleet.looks import note_return
-from roxxel_dist.launcher.fleet.state import (
-    AWAY,
-    SEARCH,
-    Answer,
-    Answered,
-    AttemptEnded,
-    AwaitEnd,
-    Begin,
-    CanDrain,
-    Do,
-    Drain,
-    Event,
-    Fault,
-    Fleet,
-    Host,
-    Joined,
-    Left,
-    Listed,
-    Look,
-    Lost,
-    Mistake,
-    State,
-    Tick,
-    Warm,
-    Warmed,
-)
+from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, State
 from roxxel_dist.launcher.fleet.wanted import Stays, Wanted, change_to
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.restart import Cause, has_come_to_nothing, next_action
@@ -53,7 +28,7 @@ def fleet_of(
     listed: Sequence[str] = (),
     is_fixed: bool = False,
     failed: Mapping[str, str] | None = None,
-) -> tuple[Fleet, list[Do]]:
+) -> tuple[Fleet, list[events.Do]]:
     """The fleet of a job on these hosts before its first attempt, and what people are to know of it.
 
     Args:
@@ -88,26 +63,26 @@ def fleet_of(
     return fleet, fleet.todo
 
 
-def step(fleet: Fleet, event: Event) -> tuple[Fleet, list[Do]]:
-    """The fleet after an event, and what is to be done, in order.
+def step(fleet: Fleet, event: events.Event, now: float) -> tuple[Fleet, list[events.Do]]:
+    """The fleet after an event, and what is to be done, in order; `now`: when it happens, by the launcher's clock.
 
     Of looks and warm-ups one goes on at a time: its end is an event (`Answered`, `Warmed`, or `Mistake`), which is to
     come before the next attempt ends, or not at all.
     """
-    fleet = replace(fleet, now=event.now, hosts=dict(fleet.hosts), search=copy(fleet.search), todo=[])
+    fleet = replace(fleet, now=now, hosts=dict(fleet.hosts), search=copy(fleet.search), todo=[])
     RULES[type(event)](fleet, event)
     return fleet, fleet.todo
 
 
-def _on_tick(fleet: Fleet, event: Tick) -> None:
+def _on_tick(fleet: Fleet, event: events.Tick) -> None:
     if fleet.search is not None:
         start.waited(fleet, fleet.search)
     elif not fleet.is_fixed:
         _follow(fleet)
 
 
-def _on_answer(fleet: Fleet, event: Answered) -> None:
-    if not isinstance(fleet.look, Look):
+def _on_answer(fleet: Fleet, event: events.Answered) -> None:
+    if not isinstance(fleet.look, events.Look):
         return
     if fleet.search is not None:
         start.answered(fleet, fleet.search, fleet.look, event)
@@ -115,8 +90,8 @@ def _on_answer(fleet: Fleet, event: Answered) -> None:
         looks.answered(fleet, fleet.look, event)
 
 
-def _on_warm(fleet: Fleet, event: Warmed) -> None:
-    if isinstance(fleet.look, Warm):
+def _on_warm(fleet: Fleet, event: events.Warmed) -> None:
+    if isinstance(fleet.look, events.Warm):
         looks.warmed(fleet, fleet.look, event)
 
 
@@ -154,13 +129,19 @@ def _receive_newcomers(fleet: Fleet) -> None:
         fleet.move(fleet.are(State.SPARE), State.FIT)
 
 
-def _on_list(fleet: Fleet, event: Listed) -> None:
+def _on_request(fleet: Fleet, event: events.Asked) -> None:
+    if event.by == "list":
+        _follow_list(fleet, event.hosts)
+    else:
+        fleet.todo.append((_join if event.by == "join" else _leave)(fleet, event.hosts))
+
+
+def _follow_list(fleet: Fleet, hosts: Sequence[str]) -> None:
     before = {*fleet.wanted.hosts}
-    fleet.wanted = fleet.wanted.with_list(event.hosts)
-    fleet.stays = fleet.stays.with_list(event.hosts, fleet.now)
+    fleet.wanted, fleet.stays = fleet.wanted.with_list(hosts), fleet.stays.with_list(hosts, fleet.now)
+    stays = fleet.stays
     _forget(fleet, {*fleet.wanted.hosts} ^ before)
     for name in sorted({*fleet.wanted.hosts} - {*fleet.wanted_now}):
-        stays = fleet.stays
         fleet.say(
             f"host {name} left the list {stays.short[name]} times soon after it came; it is taken in when it has "
             f"stayed there for {stays.joins_at(name) - stays.since[name]:.0f} s, or by `join`"
@@ -177,42 +158,34 @@ def _forget(fleet: Fleet, names: Sequence[str] | set[str]) -> None:
     fleet.unsay(*names)
 
 
-def _on_join(fleet: Fleet, event: Joined) -> None:
-    fleet.todo.append(_join(fleet, event.hosts))
-
-
-def _join(fleet: Fleet, hosts: Sequence[str]) -> Answer:
+def _join(fleet: Fleet, hosts: Sequence[str]) -> events.Answer:
     members = {*fleet.members} & {*fleet.wanted_now}
     new = [name for name in hosts if name not in members]
     if not new:
-        return Answer(done=True, text=f"{', '.join(hosts)} is in the job already")
+        return events.Answer(done=True, text=f"{', '.join(hosts)} is in the job already")
     fleet.wanted = fleet.wanted.with_join(new)
     _forget(fleet, new)
     away = [name for name in fleet.members_in(*AWAY) if name in new]
     fleet.move([name for name in away if fleet.hosts[name].state is not State.LOOKING], State.LOST, due=fleet.now)
-    return Answer(done=True, text=f"{', '.join(new)} is checked now, and joins the job when it passes")
+    return events.Answer(done=True, text=f"{', '.join(new)} is checked now, and joins the job when it passes")
 
 
-def _on_leave(fleet: Fleet, event: Left) -> None:
-    fleet.todo.append(_leave(fleet, event.hosts))
-
-
-def _leave(fleet: Fleet, hosts: Sequence[str]) -> Answer:
+def _leave(fleet: Fleet, hosts: Sequence[str]) -> events.Answer:
     names = ", ".join(hosts)
     if strange := [name for name in hosts if name not in fleet.wanted.hosts]:
         text = f"{', '.join(strange)} is no host of the job: it has {', '.join(fleet.wanted.hosts)}"
-        return Answer(done=False, text=text)
+        return events.Answer(done=False, text=text)
     wanted = fleet.wanted.with_leave(hosts)
     if change_to(wanted.hosts, fleet.members, fleet.there, fleet.least).kept or not wanted.hosts:
-        return Answer(
+        return events.Answer(
             done=False,
             text=f"{names} cannot leave: of the {len(fleet.there)} hosts that are there, at least {fleet.least} stay "
             "(--min-hosts); let others join before",
         )
     fleet.wanted = wanted
     if not {*hosts} & {*fleet.working}:
-        return Answer(done=True, text=f"{names} leaves the job; no rank runs there")
-    return Answer(done=True, text=f"the ranks save, and the job continues without {names}")
+        return events.Answer(done=True, text=f"{names} leaves the job; no rank runs there")
+    return events.Answer(done=True, text=f"the ranks save, and the job continues without {names}")
 
 
 def _due(fleet: Fleet, lost: str = "") -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -223,7 +196,7 @@ def _due(fleet: Fleet, lost: str = "") -> tuple[tuple[str, ...], tuple[str, ...]
     return joins, tuple(name for name in change.leaves if name in fleet.working)
 
 
-def _drain(fleet: Fleet, event: CanDrain) -> None:
+def _drain(fleet: Fleet, event: events.CanDrain) -> None:
     """Have the ranks save and leave, where hosts are to join or leave."""
     joins, leaves = _due(fleet)
     joins = joins if event.joins_too or leaves else ()
@@ -239,10 +212,10 @@ def _drain(fleet: Fleet, event: CanDrain) -> None:
     groups = ((back, "can be used again"), (new, "can join the job"), (leaves, "shall leave the job"))
     with_them = [f"with {', '.join(joins)}"] * bool(joins) + [f"without {', '.join(leaves)}"] * bool(leaves)
     why = "; ".join(f"{', '.join(names)} {what}" for names, what in groups if names)
-    fleet.todo.append(Drain(why=why, then=f"the job continues {' and '.join(with_them)}"))
+    fleet.todo.append(events.Drain(why=why, then=f"the job continues {' and '.join(with_them)}"))
 
 
-def _on_end(fleet: Fleet, event: AttemptEnded) -> None:
+def _on_end(fleet: Fleet, event: events.AttemptEnded) -> None:
     """After an attempt: change the hosts of the job, and decide whether there is another attempt."""
     joins, members = (), fleet.members
     taken_in, before = fleet.taken_in, max((one.reached for one in fleet.attempts), default=0)
@@ -250,7 +223,7 @@ def _on_end(fleet: Fleet, event: AttemptEnded) -> None:
         joins, leaves = _due(fleet, event.lost)
         fleet.change_members(dict.fromkeys((*joins, *fleet.are(State.SPARE))), leaves)
     fleet.look, fleet.leaves_since = None, None
-    fleet.with_warm, fleet.kept, fleet.taken_in = (), (), ()
+    fleet.with_warm, fleet.taken_in = (), ()
     away = fleet.members_in(*AWAY, State.WARM)
     fleet.move([name for name in away if name not in joins], State.LOST)
     has_spare = fleet.has_spare or bool(joins)
@@ -300,24 +273,18 @@ def _let_go(fleet: Fleet, departing: Sequence[str]) -> None:
             f"still there in {DEPART_S:g} s",
             SEARCH,
         )
-        fleet.todo.append(AwaitEnd(hosts=tuple(needed)))
+        fleet.todo.append(events.AwaitEnd(hosts=tuple(needed)))
 
 
-def _on_fault(fleet: Fleet, event: Fault) -> None:
-    fleet.say(event.text)
-
-
-RULES: Mapping[type[Event], Callable[[Fleet, Any], None]] = {
-    Begin: start.begin,
-    Answered: _on_answer,
-    Tick: _on_tick,
-    Listed: _on_list,
-    Joined: _on_join,
-    Left: _on_leave,
-    Fault: _on_fault,
-    Warmed: _on_warm,
-    Lost: looks.lost,
-    Mistake: looks.mistaken,
-    CanDrain: _drain,
-    AttemptEnded: _on_end,
+RULES: Mapping[type[events.Event], Callable[[Fleet, Any], None]] = {
+    events.Begin: start.begin,
+    events.Answered: _on_answer,
+    events.Tick: _on_tick,
+    events.Asked: _on_request,
+    events.Say: lambda fleet, event: fleet.say(event.text),
+    events.Warmed: _on_warm,
+    events.Lost: looks.lost,
+    events.Mistake: looks.mistaken,
+    events.CanDrain: _drain,
+    events.AttemptEnded: _on_end,
 }
