@@ -147,6 +147,86 @@ def states(one: World) -> str:
     return " ".join(f"{name}:{host.state.name.lower()}" for name, host in sorted(one.fleet.hosts.items()))
 
 
+@pytest.mark.parametrize(
+    ("of", "lost", "asked", "is_known"),
+    [
+        ({"code": 137, "reached": 9}, "", "abc", True),
+        ({"code": 137, "reached": 9}, "b", "ac", True),
+        ({"code": 137, "reached": 9}, "a", "bc", False),  # rank 0 is on another host
+        ({"code": 137, "reached": 0}, "", "abc", False),  # they never worked together
+        ({"code": 77, "reached": 9}, "", "abc", False),  # it may be the network
+        ({"code": 124, "reached": 9}, "", "abc", False),
+    ],
+)
+def test_what_was_fit_in_the_last_attempt_is_asked_for_facts_and_a_port_alone(
+    of: dict[str, Any], lost: str, asked: str, is_known: bool, tmp_path: Path
+) -> None:
+    one = world(tmp_path, "abc", min_hosts=1)
+    one.hosts |= dict.fromkeys(lost, AWAY)
+    one.fleet, _ = step(one.fleet, events.AttemptEnded(attempt=AttemptSummary(cause=Cause.INFRASTRUCTURE, **of)), 9.0)
+    one.fleet, todo = step(one.fleet, events.Begin(), 9.0)
+    one.running = False
+    looks = [do for do in todo if isinstance(do, events.Look)]
+    one.pending = looks[0]
+    while not one.running:
+        if isinstance(one.answer()[-1], events.Wait):
+            one.now += 90
+            one.happens(events.Tick)
+        looks += [one.pending] if isinstance(one.pending, events.Look) else []
+    assert one.starts[-1] == tuple(asked)
+    assert (looks[-1].known is not None) == is_known
+
+
+def test_a_newcomer_is_asked_with_the_others_at_once_and_a_host_that_was_lost_alone_first(tmp_path: Path) -> None:
+    one = world(tmp_path, "ab", min_hosts=1)
+    one.happens(events.Asked, by="join", hosts=("c",))
+    one.happens(events.Tick)
+    assert isinstance(one.pending, events.Look)
+    assert (one.pending.assignment.hosts, one.pending.keep) == (("a", "b", "c"), ("c",))
+    assert one.fleet.hosts["c"].state is State.LOOKING
+    one.answer()
+    assert isinstance(one.pending, events.Warm)
+    one.answer()
+    assert (one.fleet.hosts["c"].state, one.fleet.kept) == (State.WARM, ("c",))
+    one.passes(1.0)
+    assert one.starts == [("a", "b"), ("a", "b", "c")]
+    one.hosts["c"] = AWAY
+    one.passes(1.0)
+    assert one.starts[-1] == ("a", "b")
+    assert one.fleet.hosts["c"].state is State.LOST
+    one.hosts["c"] = UP
+    looks: list[tuple[str, ...]] = []
+    while one.starts[-1] == ("a", "b"):
+        one.answer()
+        one.passes(5.0)
+        looks += [one.pending.assignment.hosts] if isinstance(one.pending, events.Look) else []
+    assert looks[0] == ("c",)
+    assert one.starts[-1] == ("a", "b", "c")
+
+
+def test_a_host_whose_imports_fail_costs_no_restart(tmp_path: Path) -> None:
+    one = world(tmp_path, "ab", min_hosts=1)
+    one.hosts["c"] = COLD
+    one.happens(events.Asked, by="join", hosts=("c",))
+    for _ in range(40):
+        one.answer()
+        one.passes(1.0)
+    assert (len(one.starts), one.fleet.kept) == (1, ())
+    assert one.said == ["host c does not join yet, and is asked from time to time: no jax"]
+
+
+def test_where_all_hosts_that_are_back_are_away_again_everybody_is_asked(tmp_path: Path) -> None:
+    """An assignment to no host at all is none."""
+    one = world(tmp_path, "ab", min_hosts=1)
+    fleet = one.fleet
+    fleet.move(["a", "b"], State.WARM)
+    one.hosts |= {"a": AWAY, "b": AWAY}
+    one.running = False
+    one.fleet, _ = step(fleet, events.Begin(), 1.0)
+    one.begins()
+    assert one.ended == "host a cannot be used: No route to host\nhost b cannot be used: No route to host"
+
+
 def act(one: World, rng: random.Random) -> None:
     """Something happens to the hosts, or is asked for."""
     some = tuple(rng.sample(NAMES, rng.randint(1, len(NAMES))))

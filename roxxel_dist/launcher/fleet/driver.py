@@ -150,9 +150,15 @@ class Driver:
 
     def _look(self, look: events.Look, pool: HostPool) -> PreflightReport:
         self._devices.pending.update(look.check)
-        plan = look.assignment
         return check_job_hosts(
-            plan.job, self._backend, plan.hosts, port=look.port, pool=pool, busy=look.busy, devices=self._devices
+            look.assignment.job,
+            self._backend,
+            look.assignment.hosts,
+            port=look.port,
+            pool=pool,
+            busy=look.busy,
+            devices=self._devices,
+            known=look.known,
         )
 
     @contextmanager
@@ -229,7 +235,7 @@ class Driver:
         """Have agents start spares for the ranks that they would have, and wait for the spares' imports."""
         plan, job = warm.plan, self.fleet.given
         self._events(0)  # of the others; from here on silence counts
-        placed = placements(plan.job, plan.hosts, "", self._backend.environment, visible=warm.visible)
+        placed = placements(plan.job, plan.hosts, "", self._backend.environment, visible=warm.report.visible)
         placed = [place for place in placed if self._waiting.is_connected(place.host)]
         placed = [place for place in placed if place.host not in self._warmed]
         self._waiting.warm(plan.job, placed, self._key)

@@ -23,6 +23,8 @@ class Look:
     """Hosts whose devices have to pass their checks from now on."""
     candidates: tuple[str, ...] = ()
     """While others work: those of the hosts that may join them. One alone is asked alone."""
+    known: PreflightReport | None = None
+    """What the last look at these hosts has found, where they have worked together since: facts and a port will do."""
     keep: tuple[str, ...] = ()
     """Hosts whose agents stay where all pass: they are to have spares."""
 
@@ -32,8 +34,8 @@ class Warm:
     """Have the agents of hosts that are to join import what their ranks will import."""
 
     plan: Assignment
-    visible: Mapping[str, str]
-    """CUDA_VISIBLE_DEVICES of the hosts that have it."""
+    report: PreflightReport
+    """What was found there."""
     candidates: tuple[str, ...]
 
 

@@ -99,7 +99,7 @@ def warmed(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
     if failed or names != warm.candidates:
         _ask_others_again(fleet, names)
     else:
-        hosts, working = warm.plan.hosts, fleet.working
+        hosts, working, fleet.fit = warm.plan.hosts, fleet.working, warm.report
         used = [name for name in names if name in hosts]
         fleet.move(used, State.WARM, due=math.inf)
         fleet.move([name for name in used if name not in fleet.members], State.WARM, is_known=True)
@@ -187,7 +187,7 @@ def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) ->
         (name for name in names if same[name]),
     )
     if report.passed and not wrong:
-        fleet.look = events.Warm(plan=look.assignment, visible=report.visible, candidates=names)
+        fleet.look = events.Warm(plan=look.assignment, report=report, candidates=names)
         fleet.todo.append(fleet.look)
         return
     for name in names:
@@ -204,7 +204,7 @@ def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) ->
 def _is_same_machine(fleet: Fleet, name: str, report: PreflightReport, others: Collection[str] = ()) -> dict[str, str]:
     """Why a newcomer does not join that is a machine of the job, or one of `others`, by another name."""
     machine = report.machines.get(name)
-    same = [other for other in fleet.working if fleet.machines.get(other) == machine]
+    same = [other for other in fleet.working if fleet.report.machines.get(other) == machine]
     if machine is None or name in fleet.members or len(same) > 1:  # hosts may be few machines from the start
         return {}
     same = same or [other for other in others if report.machines.get(other) == machine]

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.looks import note_return, watch
 from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Search, State
-from roxxel_dist.launcher.job.placement import Assignment, working_hosts
+from roxxel_dist.launcher.job.placement import working_hosts
 from roxxel_dist.launcher.preflight.checks import named
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
@@ -46,7 +46,8 @@ def ask(fleet: Fleet) -> None:
         fleet.unsay("assignment")
         fleet.say(assignment.note, "assignment")
     fleet.note = assignment.note
-    fleet.look = events.Look(assignment=assignment, port=fleet.port, check=fleet.unchecked)
+    known = fleet.fit if fleet.fit is not None and fleet.fit.covers(assignment.hosts) else None
+    fleet.look = events.Look(assignment=assignment, port=fleet.port, check=fleet.unchecked, known=known)
     fleet.unchecked = frozenset()
     fleet.todo.append(fleet.look)
 
@@ -62,8 +63,10 @@ def answered(fleet: Fleet, search: Search, look: events.Look, event: events.Answ
         if result.level == "warning":
             fleet.say(f"warning: {result.text}")
     if report.passed:
-        _start(fleet, search, look.assignment, report)
+        _start(fleet, search, look, report)
     else:
+        if any(result.level == "error" for result in report.findings):
+            fleet.fit = None
         _change(fleet, search, report, event.trusted)
 
 
@@ -96,7 +99,8 @@ def _without_failed(fleet: Fleet, search: Search, report: PreflightReport) -> bo
     return gone
 
 
-def _start(fleet: Fleet, search: Search, assignment: Assignment, report: PreflightReport) -> None:
+def _start(fleet: Fleet, search: Search, look: events.Look, report: PreflightReport) -> None:
+    assignment = look.assignment
     wait_s = max(search.gone_by.values(), default=0.0) - fleet.now
     if wait_s > TELL_S:
         names = ", ".join(search.gone_by)
@@ -109,7 +113,7 @@ def _start(fleet: Fleet, search: Search, assignment: Assignment, report: Preflig
     fleet.move(search.back, State.SPARE, has_returned=True)
     fleet.move(assignment.hosts, State.WORKING)
     fleet.search, fleet.started, fleet.taken_in = None, assignment, search.back
-    fleet.machines, fleet.cores = report.machines, fleet.cores or report.cores
+    fleet.report, fleet.cores, fleet.fit = report, fleet.cores or report.cores, look.known or report
     if search.asked:
         note_return(fleet, search.asked, failed={*search.back} != {*search.asked})
     watch(fleet)

@@ -13,6 +13,7 @@ from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import Assignment, assign, working_hosts
 from roxxel_dist.launcher.job.spec import LAST_PORT, JobSpec
 from roxxel_dist.launcher.policy.restart import AttemptSummary
+from roxxel_dist.launcher.preflight.run import PreflightReport
 
 NUMBERS = re.compile(r"\d[\d.,]*")
 
@@ -107,8 +108,10 @@ class Fleet:
     """While a start is sought."""
     started: Assignment | None = None
     """The last start."""
-    machines: Mapping[str, str] = field(default_factory=dict)
-    """Which machine each host of the last start is."""
+    report: PreflightReport = field(default_factory=PreflightReport)
+    """What was found on the hosts of the last start."""
+    fit: PreflightReport | None = None
+    """What was found on hosts that nothing speaks against since."""
     taken_in: tuple[str, ...] = ()
     """Hosts that are in the last start, and were not in the one before."""
     look: events.Look | events.Warm | None = None

@@ -1,5 +1,6 @@
 """What follows from an event: the fleet after it, and what is to be done. Pure functions."""
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -16,6 +17,8 @@ SWAP_S = 10.0
 """A host that is to leave stays so long for the first look at those that are to join: one restart does for both."""
 DEPART_S = 120.0
 """A host that a system has asked to end is not used again sooner: clouds and schedulers end it within two minutes."""
+OF_ONE_HOST = {128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)}
+"""Codes of failures that say nothing of the network between the others, which worked together until then."""
 KEPT = "cannot leave the job yet"
 
 
@@ -235,6 +238,8 @@ def _on_end(fleet: Fleet, event: events.AttemptEnded) -> None:
         back = [name for name in joins if name in members]
         fleet.move([name for name in joins if name not in back], State.SPARE)
         fleet.move((*back, *(name for name in taken_in if name in fleet.members)), State.LOST)
+    if attempt.reached <= before or (attempt.cause is not Cause.PREEMPTED and attempt.code not in OF_ONE_HOST):
+        fleet.fit = None
     fleet.attempts = (*fleet.attempts, attempt)
     if event.lost and has_spare:  # a spare host takes its place without an attempt to reach it
         _set_aside(fleet, event.lost)
