@@ -154,12 +154,12 @@ class _Controller:
             self._notify_of_hosts(start.assignment, members)
             nprocs = max(self.recorder.entry.nprocs, start.assignment.job.total)
             self.recorder.update(hosts=members, nprocs=nprocs)
-            begun = time.monotonic()
+            begun, trains = time.monotonic(), self.job.program.reports_steps
             with fleet.attempt():
                 result = self._attempt(start, pool)
             job, lost, gone_by = start.assignment.job, result.lost, result.gone_by
             ended = events.AttemptEnded(
-                attempt=summary(result, seconds=time.monotonic() - begun, counts=job.program.reports_steps),
+                attempt=summary(result, seconds=time.monotonic() - begun, counts=trains),
                 lost=lost.host if lost is not None and lost.with_host else "",
                 departing=tuple(result.departing),
             )

@@ -229,7 +229,6 @@ def _on_end(fleet: Fleet, event: events.AttemptEnded) -> None:
     fleet.with_warm, fleet.taken_in = (), ()
     away = fleet.members_in(*AWAY, State.WARM)
     fleet.move([name for name in away if name not in joins], State.LOST)
-    has_spare = fleet.has_spare or bool(joins)
     attempt = event.attempt
     others = event.lost and event.lost not in taken_in  # its end is no fault of those that were taken in
     if taken_in and has_come_to_nothing(attempt, before) and not others:
@@ -241,7 +240,7 @@ def _on_end(fleet: Fleet, event: events.AttemptEnded) -> None:
     if attempt.reached <= before or (attempt.cause is not Cause.PREEMPTED and attempt.code not in OF_ONE_HOST):
         fleet.fit = None
     fleet.attempts = (*fleet.attempts, attempt)
-    if event.lost and has_spare:  # a spare host takes its place without an attempt to reach it
+    if event.lost and (joins or fleet.has_spare):  # a spare host takes its place without an attempt to reach it
         _set_aside(fleet, event.lost)
     job = fleet.given
     decision = next_action(fleet.attempts, job.max_restarts, job.restart_on, fleet.can_do_without)
