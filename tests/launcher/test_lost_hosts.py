@@ -30,7 +30,7 @@ def ended(*codes: int, killed: bool = False, **more: Any) -> AttemptResult:
     ends = [
         RankExit(rank=rank, host="h", pid=1, code=code, killed_by_us=killed, step=3) for rank, code in enumerate(codes)
     ]
-    return AttemptResult(exits=ends, grows=WORDS, **more)
+    return AttemptResult(exits=ends, host_change=WORDS, **more)
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ class Attempt:
                     moved=before.moved if still else time.time(),
                 )
         if any(record.activity == "exit" for record in records.values()):
-            self._limit_the_end()
+            self._start_exit_timeout()
         self._result.reached = max(self._result.reached, self._detector.reached)
 
     def _on_code(self, host: HostConnection, files: Sequence[tuple[int, str, str, str]]) -> None:
@@ -257,10 +257,10 @@ class Attempt:
                 self._kill(self.job.limits.usage_s if end.code == EXIT_USAGE else 0)
         elif not is_drain(result):  # nor after a failure: then no rank can hang any more
             self._detector.forget(end.rank)
-            self._limit_the_end()
+            self._start_exit_timeout()
 
-    def _limit_the_end(self) -> None:
-        """A rank has ended well: the others have so long."""
+    def _start_exit_timeout(self) -> None:
+        """Start --exit-timeout: a rank has ended well, and the others are to follow."""
         if self._deadline is None and self.job.exit_timeout and not self._result.late and not is_drain(self._result):
             self._deadline = time.monotonic() + self.job.exit_timeout
 
@@ -298,7 +298,7 @@ class Attempt:
         self.console.info(
             f"SIGTERM at {host}: that host is to end; the ranks get {round(grace, 1):g} s to save and exit"
         )
-        result.grows = f"host {host} was asked to end (SIGTERM)"
+        result.host_change = f"host {host} was asked to end (SIGTERM)"
         self._deadline = None
         self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
@@ -373,7 +373,7 @@ class Attempt:
             return
         grace = self.job.grace
         self.console.info(f"{drain.why}: the ranks get {grace:g} s to save and exit; {drain.then}")
-        self._result.grows = drain.then
+        self._result.host_change = drain.then
         self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
     @property
@@ -424,7 +424,7 @@ class Attempt:
         failed = any(end.code not in OK_CODES for end in self._exits)
         result = self._result
         ends = (result.lost, result.requested, result.differs)
-        return bool(failed or result.late or result.grows) or any(end is not None for end in ends)
+        return bool(failed or result.late or result.host_change) or any(end is not None for end in ends)
 
     def _host_of(self, rank: int) -> HostConnection:
         return next(host for host in self.pool.all if rank in host.ranks)

@@ -68,7 +68,7 @@ class Inbox:
         for request in member_requests.read(self._folder):
             self.requests.put(request)
         if self._source is not None and time.monotonic() >= self._due:
-            self._read(self._source)
+            self._poll_list(self._source)
 
     def _fail(self, why: str) -> None:
         """Have people read this, once."""
@@ -77,7 +77,8 @@ class Inbox:
             self._known.add(about)
             self.faults.put(why)
 
-    def _read(self, source: HostSource) -> None:
+    def _poll_list(self, source: HostSource) -> None:
+        """Read the list; one that has changed holds when it is the same at the next look, which comes sooner."""
         try:
             hosts = source.read()[0]
         except UserError as error:
