@@ -215,6 +215,38 @@ def test_a_host_whose_imports_fail_costs_no_restart(tmp_path: Path) -> None:
     assert one.said == ["host c does not join yet, and is asked from time to time: no jax"]
 
 
+def test_a_host_that_is_set_aside_may_leave_the_list_and_joins_anew_when_it_comes_back(tmp_path: Path) -> None:
+    """Its ranks failed in two attempts; what is known of it ends with its place in the list."""
+    one = world(tmp_path, "abc", "abc", min_hosts=1, hosts_from="x")
+    for _ in range(2):
+        one.passes(1.0)
+        one.ends(Cause.INFRASTRUCTURE, of={"rank": 1, "host": "b", "step": one.step})
+    assert one.fleet.hosts["b"].state is State.ASIDE
+    assert one.starts[-1] == ("a", "c")
+    one.happens(events.Asked, by="list", hosts=("a", "c"))
+    one.passes(1.0)
+    assert "b" not in one.fleet.hosts
+    one.ends(Cause.INFRASTRUCTURE, of={"rank": 1, "host": "c", "step": one.step})
+    one.happens(events.Asked, by="list", hosts=("a", "b", "c"))
+    for _ in range(10):
+        one.answer()
+        one.passes(1.0)
+    assert one.starts[-1] == ("a", "c", "b")
+
+
+def test_more_hosts_than_may_work_are_spares_and_stop_nobody(tmp_path: Path) -> None:
+    one = world(tmp_path, "ab", min_hosts=1, max_hosts=2)
+    one.happens(events.Asked, by="join", hosts=("c",))
+    for _ in range(10):
+        one.answer()
+        one.passes(1.0)
+    assert (len(one.starts), one.fleet.hosts["c"].state, one.fleet.members) == (1, State.SPARE, ("a", "b", "c"))
+    assert one.said == ["host c is a spare: it passed the checks, and --max-hosts is 2"]
+    one.hosts["a"] = AWAY
+    one.passes(1.0)
+    assert one.starts[-1] == ("b", "c")
+
+
 def test_where_all_hosts_that_are_back_are_away_again_everybody_is_asked(tmp_path: Path) -> None:
     """An assignment to no host at all is none."""
     one = world(tmp_path, "ab", min_hosts=1)
