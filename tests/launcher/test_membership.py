@@ -284,7 +284,9 @@ def test_a_mistake_with_hosts_that_wait_is_said_and_others_are_looked_at(
     monkeypatch.setattr(driver, "check_job_hosts", passes)
     with looking(tmp_path) as one:
         one._waiting.connect("c")
-        one._work.put(events.Warm(plan=one.fleet.assignment_of("a"), visible={}, candidates=()))  # it wakes the thread
+        one._work.put(
+            events.Warm(plan=one.fleet.assignment_of("a"), report=one.fleet.report, candidates=())
+        )  # it wakes the thread
         until(lambda: len(tended) >= 3, "three looks at the agents")
         one.tick()
     said = [line for line in capfd.readouterr().err.splitlines() if "a look at c failed" in line]
