@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher.job.claims import claim, folder
+from roxxel_dist.launcher.job.claims import claim, state_dir
 
 CODE = "import sys; from roxxel_dist.launcher.job.claims import claim; print(claim(sys.argv[1]), flush=True); input()"
 
@@ -40,10 +40,10 @@ def test_sockets_and_files_of_others_take_no_name(state: Path) -> None:
         squatter.bind(f"\0roxxel-dist-{os.getuid()}-n")
         assert claim("n")
     target = state / "target"
-    (folder() / "link.lock").symlink_to(target)
+    (state_dir() / "link.lock").symlink_to(target)
     assert claim("link")
     assert not target.exists()
-    assert folder().stat().st_mode & 0o077 == 0
+    assert state_dir().stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize("how", ["no home", "a file in the way"])

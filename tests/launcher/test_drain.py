@@ -33,7 +33,7 @@ def ends(*codes: int, killed: bool = False) -> list[RankExit]:
     ("more", "drain"),
     [
         ({"requested": signal.SIGINT}, True),
-        ({"grows": "to go on with h2"}, True),
+        ({"host_change": "to go on with h2"}, True),
         ({"lost": HostLost(host="h", code=137, text="gone")}, False),
         ({}, False),
     ],

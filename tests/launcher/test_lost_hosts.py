@@ -30,7 +30,7 @@ def ended(*codes: int, killed: bool = False, **more: Any) -> AttemptResult:
     ends = [
         RankExit(rank=rank, host="h", pid=1, code=code, killed_by_us=killed, step=3) for rank, code in enumerate(codes)
     ]
-    return AttemptResult(exits=ends, grows=WORDS, **more)
+    return AttemptResult(exits=ends, host_change=WORDS, **more)
 
 
 @pytest.mark.parametrize(
@@ -306,9 +306,9 @@ def fake_package(folder: Path, name: str) -> str:
 
 LOOKS_OFTEN = """
 import sys
-from roxxel_dist.launcher.preflight import candidates
+from roxxel_dist.launcher.fleet import looks
 from roxxel_dist.cli import main
-candidates.LOOK_MOST_S = 0.0
+looks.LOOK_MOST_S = 0.0
 sys.exit(main(sys.argv[1:]))
 """
 HANGS = "import sys, time\nif any('agent' in word for word in sys.orig_argv):\n    time.sleep(1000)\n"

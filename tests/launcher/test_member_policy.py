@@ -9,12 +9,13 @@ import pytest
 
 from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.control import host_list, membership
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.control import host_list, inbox
 from roxxel_dist.launcher.control.host_list import HostList
-from roxxel_dist.launcher.control.membership import Inbox
+from roxxel_dist.launcher.control.inbox import Inbox
+from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.policy.membership import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
 
 # The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
@@ -195,18 +196,20 @@ def test_a_list_that_is_being_written_changes_nothing(
     path = tmp_path / "hosts"
     path.write_text("a\nb\n")
     job = JobSpec(command=("true",), nprocs=2, run_id="r", log_dir=tmp_path, hosts_from=str(path))
-    monkeypatch.setattr(membership, "AGAIN_S", 0.1)
-    monkeypatch.setattr(membership, "FILE_S", 0.1)
-    with Inbox(job, ["a", "b"]) as inbox:
+    monkeypatch.setattr(inbox, "AGAIN_S", 0.1)
+    monkeypatch.setattr(inbox, "FILE_S", 0.1)
+    backend = LocalBackend()
+    backend.listed = ("a", "b")
+    with Inbox(job, backend) as box:
         for number in range(40):  # a writer that never rests
             path.write_text("a\n" + "b\n" * (number % 2) + "c" * number)
             time.sleep(0.02)
         path.write_text("a\nb\nc\n")
-        until(lambda: not inbox.lists.empty(), "the list")
-        assert inbox.lists.get() == ["a", "b", "c"]
+        until(lambda: not box.lists.empty(), "the list")
+        assert box.lists.get() == ["a", "b", "c"]
         path.unlink()
-        until(lambda: not inbox.faults.empty(), "the fault")
+        until(lambda: not box.faults.empty(), "the fault")
         path.write_text("a\nb\nc\nd\n")
-        until(lambda: not inbox.lists.empty(), "the next list")
-        assert inbox.lists.get() == ["a", "b", "c", "d"]
-    assert inbox.lists.empty()
+        until(lambda: not box.lists.empty(), "the next list")
+        assert box.lists.get() == ["a", "b", "c", "d"]
+    assert box.lists.empty()

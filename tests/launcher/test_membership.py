@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,9 +18,15 @@ from hosts import Cluster
 from ranks import is_waiting_spare
 
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.control import membership
+from roxxel_dist.launcher.control import inbox
+from roxxel_dist.launcher.fleet import driver, events, looks
+from roxxel_dist.launcher.fleet.driver import Driver
+from roxxel_dist.launcher.fleet.step import fleet_of
+from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.preflight import candidates
+from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.preflight.run import PreflightReport
+from roxxel_dist.launcher.transport.pool import HostPool
 
 # The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
@@ -60,7 +66,11 @@ import sys
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.supervisor import run
+from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.preflight.run import PreflightReport
+from roxxel_dist.launcher.transport.pool import HostPool
 first = tuple(Path("hosts.txt").read_text().split())
 class Backend(LocalBackend):  # agents on this machine stand for hosts
     is_local, takes_hosts, hosts, given, listed = False, True, first, (), first
@@ -194,21 +204,27 @@ def test_a_list_that_cannot_be_read_before_the_ranks_start_is_named(local: Local
     local.end()
 
 
+def listing(*hosts: str) -> LocalBackend:
+    backend = LocalBackend()
+    backend.listed = hosts
+    return backend
+
+
 def test_a_list_that_fails_again_and_again_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "COMMAND_S", 0.01)
-    monkeypatch.setattr(membership, "AGAIN_S", 0.01)
+    monkeypatch.setattr(inbox, "COMMAND_S", 0.01)
+    monkeypatch.setattr(inbox, "AGAIN_S", 0.01)
     count = tmp_path / "count"
     command = f"echo >> {count}; echo E1127 08:00:0$(wc -l < {count}) port $$ >&2; exit 1"
     job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path, hosts_from=command)
-    with membership.Inbox(job, ["a"]) as inbox:
+    with inbox.Inbox(job, listing("a")) as box:
         while not count.exists() or count.stat().st_size < 4:
             time.sleep(0.01)
-    assert "failed (exit code 1): E1127 08:00:0" in inbox.faults.get_nowait()
-    assert (inbox.faults.empty(), inbox.lists.empty()) == (True, True)
+    assert "failed (exit code 1): E1127 08:00:0" in box.faults.get_nowait()
+    assert (box.faults.empty(), box.lists.empty()) == (True, True)
 
 
 def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "AGAIN_S", 0.01)
+    monkeypatch.setattr(inbox, "AGAIN_S", 0.01)
     (tmp_path / "list").write_text("a\n")
     job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path / "logs", hosts_from=str(tmp_path / "list"))
     looks: list[int] = []
@@ -217,19 +233,45 @@ def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, mo
         looks.append(1)
         raise KeyError("machine")
 
-    monkeypatch.setattr(membership.member_requests, "read", fails)
-    with membership.Inbox(job, ["a"]) as inbox:
-        assert "could not be read: KeyError('machine')" in inbox.faults.get(timeout=30)
+    monkeypatch.setattr(inbox.member_requests, "read", fails)
+    with inbox.Inbox(job, listing("a")) as box:
+        assert "could not be read: KeyError('machine')" in box.faults.get(timeout=30)
         seen = len(looks)
         end = time.monotonic() + 30
         while len(looks) == seen and time.monotonic() < end:
             time.sleep(0.01)
         assert len(looks) > seen
-        assert inbox.faults.empty()
+        assert box.faults.empty()
+
+
+@contextmanager
+def looking(tmp_path: Path, *wanted: str) -> Iterator[Driver]:
+    """A job that runs on host a, to which these others are to come."""
+    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path / "logs")
+    fleet = fleet_of(job, ["a"], now=0.0, given=["a", *wanted])
+    with (
+        Console(all_ranks=False) as screen,
+        SignalPipe(screen.info) as signals,
+        HostPool(Remote(), limits=job.limits) as pool,
+    ):
+        found = Driver(fleet, Remote(), signals, screen, pool)
+        assert isinstance(found.select({}), events.Start)
+        with found.attempt():
+            yield found
+
+
+class Remote(LocalBackend):
+    """Host a is fit, whatever is asked."""
+
+    is_local, hosts = False, ("a",)
+
+
+def passes(job: object, backend: object, hosts: Any, **more: Any) -> PreflightReport:
+    return PreflightReport(address="10.0.0.1", port=1, cores=1)
 
 
 def test_a_mistake_with_hosts_that_wait_is_said_and_others_are_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], until: Until
 ) -> None:
     tended: list[Any] = []
 
@@ -237,48 +279,39 @@ def test_a_mistake_with_hosts_that_wait_is_said_and_others_are_looked_at(
         tended.append(looking)
         raise KeyError("machine")
 
-    monkeypatch.setattr(candidates.Candidates, "_tend", fails)
-    monkeypatch.setattr(candidates.Candidates, "_look_at", lambda *_: None)
-    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path / "logs")
-    running = candidates.Running(
-        hosts=("a",), port=None, accepted=(), plan=lambda _: None, grows_with=lambda _: False, machines={}
-    )  # fmt: skip
-    warm: Any = SimpleNamespace(hosts=("c",))
-    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(pause_s=0.01), warm) as looking:
-        looking.watch((), ("b",))
-        end = time.monotonic() + 30
-        while len(tended) < 3 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert len(tended) >= 3
-        assert [note for note in looking.notes() if "KeyError('machine')" in note] == [
-            "a look at c failed, and is repeated later: KeyError('machine')"
-        ]
+    monkeypatch.setattr(Driver, "_tend", fails)
+    monkeypatch.setattr(driver, "TEND_S", 0.01)
+    monkeypatch.setattr(driver, "check_job_hosts", passes)
+    with looking(tmp_path) as one:
+        one._waiting.connect("c")
+        one._work.put(
+            events.Warm(plan=one.fleet.assignment_of("a"), report=one.fleet.report, candidates=())
+        )  # it wakes the thread
+        until(lambda: len(tended) >= 3, "three looks at the agents")
+        one.tick()
+    said = [line for line in capfd.readouterr().err.splitlines() if "a look at c failed" in line]
+    assert len(said) == 1
+    assert said[0].endswith("a look at c failed, and is repeated later: KeyError('machine')")
 
 
 def test_a_mistake_in_a_look_at_hosts_is_said_and_they_are_looked_at_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], until: Until
 ) -> None:
-    looks: list[Any] = []
+    looks_at: list[Any] = []
 
-    def fails(_: object, hosts: Any) -> None:
-        looks.append(hosts)
+    def fails(job: object, backend: object, hosts: Any, **more: Any) -> PreflightReport:
+        if "b" not in hosts:
+            return passes(job, backend, hosts)
+        looks_at.append(hosts)
         raise KeyError("machine")
 
-    monkeypatch.setattr(candidates.Candidates, "_look_at", fails)
-    monkeypatch.setattr(candidates, "LOOK_MOST_S", 0.01)
-    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path / "logs")
-    running = candidates.Running(
-        hosts=("a",), port=None, accepted=(), plan=lambda _: None, grows_with=lambda _: False, machines={}
-    )  # fmt: skip
-    warm: Any = SimpleNamespace(hosts=())
-    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(pause_s=0.01), warm) as looking:
-        looking.watch((), ("b",))
-        end = time.monotonic() + 30
-        while len(looks) < 3 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert len(looks) >= 3
-        (said,) = looking.notes()
-    assert said == "a look at b failed, and is repeated later: KeyError('machine')"
+    monkeypatch.setattr(driver, "check_job_hosts", fails)
+    monkeypatch.setattr(looks, "LOOK_MOST_S", 0.01)
+    with looking(tmp_path, "b") as one:
+        until(lambda: one.tick() or len(looks_at) >= 3, "three looks")
+    said = [line for line in capfd.readouterr().err.splitlines() if "a look at" in line]
+    assert len(said) == 1
+    assert said[0].endswith("a look at b failed, and is repeated later: KeyError('machine')")
 
 
 def test_another_name_of_a_host_does_not_join(local: LocalJob) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,38 @@ def test_this_machine_alone_starts_no_process(tmp_path: Path, monkeypatch: pytes
     assert f"--port {port}" in next(one.text for one in taken.findings if one.level == "error")
     assert check_job_hosts(job(), backend, backend.hosts, port=port).port == port
     assert list(tmp_path.iterdir()) == []
+
+
+def test_hosts_that_worked_together_are_asked_for_facts_and_a_port_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    ask = HostQuestions.ask
+
+    def count(questions: HostQuestions, what: Mapping[str, Message], limit_s: float | None = None) -> Any:
+        asked.extend({str(question["ask"]) for question in what.values()})
+        return ask(questions, what, limit_s)
+
+    monkeypatch.setattr(HostQuestions, "ask", count)
+    backend = Children({name: {"cwd": tmp_path} for name in NAMES})
+
+    def kinds(known: PreflightReport | None) -> tuple[PreflightReport, list[str]]:
+        asked.clear()
+        report = check_job_hosts(job(), backend, backend.hosts, port=None, pool=pool, known=known)
+        assert report.passed, report
+        return report, [*asked]
+
+    with HostPool(backend) as pool:
+        first, every = kinds(None)
+        assert every == ["facts", "listen", "connect"]
+        again, few = kinds(first)
+        assert few == ["facts", "listen"]
+        assert again.address == first.address
+        elsewhere = replace(first, machines={**first.machines, "b": "another one"})
+        assert kinds(elsewhere)[1] == every, "a host that has started anew since"
+    assert first.covers(("a", "c"))
+    assert not first.covers(("b", "c")), "rank 0 would be elsewhere"
+    assert not first.covers(("a", "d"))
 
 
 def test_three_that_are_alike(tmp_path: Path) -> None:

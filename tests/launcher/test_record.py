@@ -60,8 +60,8 @@ def test_a_job_is_entered_and_its_entry_follows_it(tmp_path: Path) -> None:
         assert register.end(42) == 42
     assert (only().state, only().step, only().code) == ("ended", 9, 42)
     assert only().ended is not None
-    assert index.folder().stat().st_mode & 0o777 == 0o700
-    assert [path.is_symlink() for path in index.folder().iterdir()] == [True]
+    assert index.state_dir().stat().st_mode & 0o777 == 0o700
+    assert [path.is_symlink() for path in index.state_dir().iterdir()] == [True]
 
 
 def test_steps_are_not_written_each(state: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_job_that_was_refused_leaves_nothing_but_its_log(tmp_path: Path, with_
         assert (only().state, only().code) == ("ended", 69)
     else:
         assert [path.name for path in tmp_path.iterdir()] == ["state"]
-        assert index.entries() == [*index.folder().iterdir()] == []
+        assert index.entries() == [*index.state_dir().iterdir()] == []
 
 
 def test_a_refused_launch_keeps_the_record_of_the_run(tmp_path: Path) -> None:
@@ -317,12 +317,12 @@ def test_what_is_over_for_a_week_is_off_the_list() -> None:
         elsewhere(name, updated=now - days * 86400)
     with JobRecorder(spec("runs", "runs/runs"), LocalBackend()):
         for name in ("left.tmp", "of.an.earlier.version.json"):
-            (index.folder() / name).write_text("{}")
-            os.utime(index.folder() / name, (0, 0))
+            (index.state_dir() / name).write_text("{}")
+            os.utime(index.state_dir() / name, (0, 0))
         index.forget(over_s=index.KEPT_S, unreported_s=index.UNREPORTED_S)
         assert {entry.run_id for entry in index.entries()} == {"fresh", "runs", "elsewhere"}
-    assert not list(index.folder().glob("*.tmp"))
-    assert not list(index.folder().glob("*.json"))
+    assert not list(index.state_dir().glob("*.tmp"))
+    assert not list(index.state_dir().glob("*.json"))
 
 
 TEXTS = ["", "[]", '{"run_id": "x", "hosts": []}', '{"run_id": "../x"}', "\0", '{"run_id": 1}']
@@ -331,8 +331,8 @@ TEXTS = ["", "[]", '{"run_id": "x", "hosts": []}', '{"run_id": "../x"}', "\0", '
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_is_no_record_is_no_job(text: str, tmp_path: Path) -> None:
     enter("a", "runs/a")
-    (index.folder() / "x.h.1.json").write_text(text)
-    (index.folder() / "link").symlink_to(tmp_path)
+    (index.state_dir() / "x.h.1.json").write_text(text)
+    (index.state_dir() / "link").symlink_to(tmp_path)
     enter("b", "runs/b").path.write_text(text)
     assert only().run_id == "a"
     with JobRecorder(spec("c", "runs/b"), LocalBackend()):
@@ -431,7 +431,7 @@ def test_records_are_read_where_no_thread_can_be_started(state: Path, monkeypatc
 
 def test_a_launch_does_not_wait_for_the_disks_of_other_runs(state: Path) -> None:
     """A pipe without a writer is read as a file of a server that is gone: never."""
-    folder = index.folder()
+    folder = index.state_dir()
     folder.mkdir(parents=True)
     os.mkfifo("silent")
     for number in range(3):

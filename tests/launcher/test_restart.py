@@ -78,7 +78,7 @@ DONE, REQUESTED, PREEMPTED, INFRA, USER = Cause
         ((), {"lost": LOST, "hosts": 1, "cut": {LOST.host}}, INFRA),  # the host, or its link
         ((), {"lost": LOST, "departing": [LOST.host]}, PREEMPTED),  # it went before its ranks had saved
         ((), {"lost": LOST, "departing": ["other"]}, INFRA),
-        ((143, -9), {"grows": "h2 was asked to end", "departing": ["h2"]}, PREEMPTED),
+        ((143, -9), {"host_change": "h2 was asked to end", "departing": ["h2"]}, PREEMPTED),
         ((42, 42), {"requested": 2}, REQUESTED),
         ((-15, -15), {"requested": 15}, REQUESTED),
         ((-9, -6), {"requested": 15}, REQUESTED),

@@ -10,16 +10,31 @@ import pytest
 from roxxel_dist.cli.launch import device_counts
 from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.launcher.backends.ssh import SshBackend
+from roxxel_dist.launcher.fleet import driver, start
+from roxxel_dist.launcher.fleet.driver import Driver, NotReadyError
+from roxxel_dist.launcher.fleet.state import State
+from roxxel_dist.launcher.fleet.step import fleet_of
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
-from roxxel_dist.launcher.preflight import select_hosts
+from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
-from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError
 from roxxel_dist.launcher.transport.pool import HostPool
 
 Asked = list[tuple[str, ...]]
+ENDED = AttemptSummary(cause=Cause.INFRASTRUCTURE, code=137)
+
+
+def selector_of(
+    job: JobSpec, backend: SshBackend, signals: SignalPipe, screen: Console, pool: HostPool, attempt: int
+) -> Driver:
+    fleet, _ = fleet_of(job, backend.hosts, now=0.0)
+    return Driver((replace(fleet, attempts=(ENDED,) * attempt), []), backend, signals, screen, pool)
+
+
+def move(selector: Driver, state: State, *hosts: str) -> None:
+    selector.fleet.move(hosts, state)
 
 
 def select(
@@ -45,19 +60,20 @@ def select(
         away = {host: "no route" for host in hosts if host in gone}
         return PreflightReport(address="10.0.0.1", port=1, findings=(), unreachable=away)
 
-    monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)
+    monkeypatch.setattr(driver, "check_job_hosts", check_job_hosts)
     job = JobSpec(**{"command": ("true",), "nprocs": 4, "run_id": "r", "log_dir": tmp_path, **more})
     backend = SshBackend(["a", "b", "c", "d"])
     with Console(all_ranks=False) as screen, SignalPipe(screen.info) as signals, HostPool(backend) as pool:
-        selector = HostSelector(job, backend, signals, screen, pool)
-        for host in slow:
-            selector.set_aside(host)
-        ready = selector.select(attempt)
-        for number, (gone_then, back) in enumerate(then, attempt + 1):
+        selector = selector_of(job, backend, signals, screen, pool, attempt)
+        move(selector, State.ASIDE, *slow)
+        ready = selector.select({})
+        for gone_then, back in then:
             gone.clear()
             gone.update(gone_then)
-            ready = selector.select(number, back=back)
-        assert spare in (None, selector.has_spare)
+            selector.fleet = replace(selector.fleet, attempts=(*selector.fleet.attempts, ENDED))
+            move(selector, State.WARM, *back)
+            ready = selector.select({})
+        assert spare in (None, selector.fleet.has_spare)
     assert ready.assignment.hosts == asked[-1]
     assert ready.assignment.job.nprocs == 2 * len(asked[-1])
     return asked
@@ -147,7 +163,7 @@ def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_
         wrong = () if gone else (CheckResult("error", "port", hosts, "b does not reach a"),)
         return PreflightReport(address="10.0.0.1", port=1, findings=wrong, unreachable=gone)
 
-    monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)
+    monkeypatch.setattr(driver, "check_job_hosts", check_job_hosts)
     job = JobSpec(command=("true",), nprocs=4, run_id="r", log_dir=tmp_path, min_hosts=2, host_timeout=0)
     job = replace(job, device_needs=DeviceNeeds(fsdp=2))
     backend = SshBackend(["a", "b", "c", "d"])
@@ -157,7 +173,7 @@ def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_
         HostPool(backend) as pool,
         pytest.raises(NotReadyError, match="b does not reach a"),
     ):
-        HostSelector(job, backend, signals, screen, pool).select(1)
+        selector_of(job, backend, signals, screen, pool, 1).select({})
     assert asked == [("a", "b", "c", "d"), ("a", "b")]
 
 
@@ -204,8 +220,8 @@ def test_a_start_waits_for_hosts_that_start_themselves(
         away = {host: "starts" for host in hosts if from_look.get(host, 0) > len(asked)}
         return PreflightReport(address="10.0.0.1", port=1, unreachable=away, starting=tuple(away))
 
-    monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)
-    monkeypatch.setattr(select_hosts, "RETRY_S", 0.0)
+    monkeypatch.setattr(driver, "check_job_hosts", check_job_hosts)
+    monkeypatch.setattr(start, "RETRY_S", 0.0)
     given: dict[str, Any] = {
         "nprocs": 3 - job.get("spare_hosts", 0),
         "host_timeout": 1000,
@@ -213,11 +229,9 @@ def test_a_start_waits_for_hosts_that_start_themselves(
     }
     backend = SshBackend(["a", "b", "c"])
     with Console(all_ranks=False) as screen, SignalPipe(screen.info) as signals, HostPool(backend) as pool:
-        selector = HostSelector(
-            JobSpec(command=("true",), run_id="r", log_dir=tmp_path, **given), backend, signals, screen, pool
-        )
+        spec = JobSpec(command=("true",), run_id="r", log_dir=tmp_path, **given)
         try:
-            selector.select(0)
+            selector_of(spec, backend, signals, screen, pool, 0).select({})
         except NotReadyError:
             asked.append(None)
     assert asked == looks

@@ -46,7 +46,7 @@ INNER = {
     "run": ["estimate", FRONT],
     "train": [FRONT, "exact", "log", "step"],
     "data": [FRONT, "remote", "files", "tokenizer"],
-    "launcher": ["backends", "jobs", "control", "preflight", "transport", "host", "output", "policy", "job"],
+    "launcher": ["backends", "jobs", "control", "fleet", "preflight", "transport", "host", "output", "policy", "job"],
 }
 # What the launcher knows of `train`, by names.
 OF_TRAIN = {

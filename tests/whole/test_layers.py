@@ -131,6 +131,16 @@ def test_the_policy_of_the_launcher_is_pure_functions():
         assert not {node.id for node in nodes if isinstance(node, ast.Name)} & {"print", "open", "input"}, path
 
 
+def test_the_rules_for_hosts_have_no_clock_and_no_process():
+    """What happens is an event, and the time is given: months of a job pass in seconds."""
+    for path in sorted((PACKAGE / "launcher" / "fleet").glob("*.py")):
+        modules = {module for _, module in imported(path)} if path.name != "driver.py" else set()
+        nodes = [*ast.walk(ast.parse(path.read_text()))] if path.name != "driver.py" else []
+        modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        assert not modules & {"time", "os", "threading", "queue", "socket", "subprocess", "random"}, path
+        assert not [name for name in modules if name.startswith("roxxel_dist.launcher.transport")], path
+
+
 def test_nothing_imports_the_command_line():
     arrows = {(named(path), name) for path in FILES for _, name in imported(path) if name.startswith("roxxel_dist.cli")}
     assert not [arrow for arrow in arrows - OF_TRAIN if layer(arrow[0]) not in ("__main__", "cli")]

@@ -13,9 +13,9 @@ from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.cluster.stop_requests import AGAIN, in_batch_job, kills
 from roxxel_dist.launcher.control.members import MemberHangs
-from roxxel_dist.launcher.control.membership import Membership
 from roxxel_dist.launcher.control.record import RankProcess
 from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.fleet.driver import Driver
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.placement import Placement
 from roxxel_dist.launcher.job.signals import SignalPipe
@@ -96,8 +96,8 @@ class Attempt:
     """Of the first host, as the others reach it."""
     spares: str
     """Whether hosts keep warm spares: on, off, auto."""
-    membership: Membership | None = None
-    """Which hosts shall join the job or leave it, and can; None where that never changes."""
+    fleet: Driver | None = None
+    """The hosts of the job, which may join it and leave it; None where they never change."""
     times: StepTimes = field(default_factory=StepTimes)
     """Those of earlier attempts on as many devices; kept up to date."""
     grow_after: int | None = None
@@ -206,7 +206,7 @@ class Attempt:
                     moved=before.moved if still else time.time(),
                 )
         if any(record.activity == "exit" for record in records.values()):
-            self._limit_the_end()
+            self._start_exit_timeout()
         self._result.reached = max(self._result.reached, self._detector.reached)
 
     def _on_code(self, host: HostConnection, files: Sequence[tuple[int, str, str, str]]) -> None:
@@ -244,10 +244,10 @@ class Attempt:
                 self._kill(self.job.limits.usage_s if end.code == EXIT_USAGE else 0)
         elif not is_drain(result):  # nor after a failure: then no rank can hang any more
             self._detector.forget(end.rank)
-            self._limit_the_end()
+            self._start_exit_timeout()
 
-    def _limit_the_end(self) -> None:
-        """A rank has ended well: the others have so long."""
+    def _start_exit_timeout(self) -> None:
+        """Start --exit-timeout: a rank has ended well, and the others are to follow."""
         if self._deadline is None and self.job.exit_timeout and not self._result.late and not is_drain(self._result):
             self._deadline = time.monotonic() + self.job.exit_timeout
 
@@ -274,7 +274,7 @@ class Attempt:
         result = self._result
         if result.requested is not None or host in result.departing:
             return  # it tells all processes of a host, or all hosts, and the launcher too
-        if number != signal.SIGTERM or self.membership is None or self.pool.backend.ends_with(host):
+        if number != signal.SIGTERM or self.fleet is None or self.pool.backend.ends_with(host):
             self._on_signal(number, host)
             return
         is_ending = self._is_ending()
@@ -285,7 +285,7 @@ class Attempt:
         self.console.info(
             f"SIGTERM at {host}: that host is to end; the ranks get {round(grace, 1):g} s to save and exit"
         )
-        result.grows = f"host {host} was asked to end (SIGTERM)"
+        result.host_change = f"host {host} was asked to end (SIGTERM)"
         self._deadline = None
         self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
@@ -310,8 +310,8 @@ class Attempt:
         ranks = tuple(process for _, process in sorted(self._running.items()))
         state = "running" if self._result.requested is None else "stopping"
         self.recorder.update(step=self._result.reached, ranks=ranks, state=state)
-        for note in self.membership.notes() if self.membership is not None else ():
-            self.console.info(note)
+        if self.fleet is not None:
+            self.fleet.tick()
         self._change_hosts(joins_too=not self.job.grow_at_checkpoint)
 
     def _check_for_a_hang(self, now: float) -> None:
@@ -352,13 +352,13 @@ class Attempt:
 
         Not before a new step is done: until then there is nothing to save, and a compilation would begin again.
         """
-        if self.membership is None or self._is_ending() or not self._has_new_step:
+        if self.fleet is None or self._is_ending() or not self._has_new_step:
             return
-        if (drain := self.membership.drain(joins_too=joins_too)) is None:
+        if (drain := self.fleet.drain(joins_too=joins_too)) is None:
             return
         grace = self.job.grace
         self.console.info(f"{drain.why}: the ranks get {grace:g} s to save and exit; {drain.then}")
-        self._result.grows = drain.then
+        self._result.host_change = drain.then
         self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
     @property
@@ -409,7 +409,7 @@ class Attempt:
         failed = any(end.code not in OK_CODES for end in self._exits)
         result = self._result
         ends = (result.lost, result.requested, result.differs)
-        return bool(failed or result.late or result.grows) or any(end is not None for end in ends)
+        return bool(failed or result.late or result.host_change) or any(end is not None for end in ends)
 
     def _host_of(self, rank: int) -> HostConnection:
         return next(host for host in self.pool.all if rank in host.ranks)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control.record import JobRecord, read
-from roxxel_dist.launcher.job.claims import folder
+from roxxel_dist.launcher.job.claims import state_dir
 from roxxel_dist.launcher.job.program import is_bucket, program_of
 from roxxel_dist.launcher.output.console import info
 
@@ -31,7 +31,7 @@ def entries() -> list[JobRecord]:
 
     Directories on a file system that does not answer are left out, with one line.
     """
-    links = list(folder().glob("*"))
+    links = list(state_dir().glob("*"))
     jobs = _linked(links)
     if silent := [os.readlink(link) for link in links if link not in jobs]:
         info(f"{len(silent)} jobs are left out: their file system does not answer, such as at {silent[0]}")
@@ -78,7 +78,7 @@ def _linked(links: Iterable[Path]) -> dict[Path, JobRecord | None]:
 def knows(run_id: str) -> bool:
     """Whether a job of this user had, or has, this run id."""
     with contextlib.suppress(OSError):
-        return any(folder().glob(f"{run_id}.{'?' * 16}"))
+        return any(state_dir().glob(f"{run_id}.{'?' * 16}"))
     return False
 
 
@@ -90,10 +90,10 @@ def of_directory(directory: str | Path) -> JobRecord | None:
 
 def enter(record: JobRecord) -> None:
     """Put a record in the index, in place of an earlier one of its run directory. Raises OSError."""
-    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    state_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
     key = hashlib.blake2b(os.fsencode(record.path), digest_size=8).hexdigest()
-    link = folder() / f"{record.run_id}.{key}"
-    for earlier in folder().glob(f"*.{key}"):
+    link = state_dir() / f"{record.run_id}.{key}"
+    for earlier in state_dir().glob(f"*.{key}"):
         if earlier != link:
             earlier.unlink(missing_ok=True)
     if not link.is_symlink():
@@ -107,7 +107,7 @@ def forget(*, over_s: float = 0.0, unreported_s: float = FORGOTTEN_S) -> list[Jo
     machine) and other files go after the same times.
     """
     forgotten = []
-    for path, job in _linked(folder().glob("*")).items():
+    for path, job in _linked(state_dir().glob("*")).items():
         with contextlib.suppress(OSError):
             updated = path.lstat().st_mtime if job is None else job.updated
             limit = over_s if job is not None and job.is_over else unreported_s

@@ -24,7 +24,7 @@ from roxxel_dist.launcher.control.record import (
     write,
 )
 from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.claims import folder
+from roxxel_dist.launcher.job.claims import state_dir
 from roxxel_dist.launcher.job.environment import masked_words
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import info
@@ -137,7 +137,7 @@ class JobRecorder:
         if {path.name, lock_of(path).name} >= {*os.listdir(logs)}:  # a log that says why there are no ranks stays
             for name in (path.name, lock_of(path).name):
                 os.unlink(name, dir_fd=logs)
-            for link in folder().glob(f"{self.entry.run_id}.*"):
+            for link in state_dir().glob(f"{self.entry.run_id}.*"):
                 if link.is_symlink() and os.readlink(link) == str(path):
                     link.unlink()
             for made in self._made:

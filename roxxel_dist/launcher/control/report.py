@@ -41,7 +41,8 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
     if code == 0 or (result.differs is not None and code == EXIT_PREFLIGHT):
         return [f"roxxel-dist: {result.differs.text}"] if code and result.differs is not None else []
     if code == EXIT_DRAINED and result.requested is None:
-        text = f"{saved(result)}{f'; {result.grows}' if result.grows else ', without a request to the launcher'}"
+        why = f"; {result.host_change}" if result.host_change else ", without a request to the launcher"
+        text = saved(result) + why
     elif code == EXIT_DRAINED:
         text = f"stopped on request; {saved(result)}"
     elif result.hang is not None and code == EXIT_HANG:

@@ -5,15 +5,18 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, OK_CODES
 from roxxel_dist.launcher.control.attempt import Attempt
+from roxxel_dist.launcher.control.inbox import Inbox
 from roxxel_dist.launcher.control.members import MemberHangs
-from roxxel_dist.launcher.control.membership import DEPART_S, Membership
 from roxxel_dist.launcher.control.notify import Notifier
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.report import first_words, report_of
+from roxxel_dist.launcher.fleet import events
+from roxxel_dist.launcher.fleet.driver import Driver, NotReadyError, StoppedError
+from roxxel_dist.launcher.fleet.step import DEPART_S, fleet_of
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import Assignment, placements, working_hosts
 from roxxel_dist.launcher.job.signals import SignalPipe
@@ -22,21 +25,8 @@ from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.policy.hang import LEAST_S, StepTimes
 from roxxel_dist.launcher.policy.outcome import AttemptResult
-from roxxel_dist.launcher.policy.restart import (
-    AttemptSummary,
-    Cause,
-    Decision,
-    has_come_to_nothing,
-    is_failure,
-    next_action,
-    summary,
-)
-from roxxel_dist.launcher.preflight.select_hosts import (
-    HostSelector,
-    NotReadyError,
-    ReadyHosts,
-    StoppedError,
-)
+from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, Decision, is_failure, summary
+from roxxel_dist.launcher.preflight import failed_hosts
 from roxxel_dist.launcher.transport.pool import HostPool
 
 
@@ -99,17 +89,15 @@ class _Controller:
     """Why it ended."""
 
     def run(self) -> JobResult:
-        self._attempts: list[AttemptSummary] = []
-        self._reports: list[Sequence[str]] = []  # about each of them, for people
+        self._reports: list[Sequence[str]] = []  # about each attempt, for people
         self._logs = Logs(self.job, self.console.info)
         self._key = os.urandom(32).hex()
         self._missing: tuple[str, ...] = ()
-        is_fixed = self.backend.is_local or not self.job.is_restartable
-        self._membership = None if is_fixed else Membership(self.job, self.backend, self._key)
         self._times: dict[int, StepTimes] = {}  # by how many devices work
+        pool = HostPool(self.backend, self.signals.fd, self.job.limits)
+        self._fleet, inbox = self._fleet_on(pool)
         try:
-            pool = HostPool(self.backend, self.signals.fd, self.job.limits)
-            with self._logs, self._membership or nullcontext(), pool:
+            with self._logs, inbox or nullcontext(), pool:
                 return self._run(pool)
         except StoppedError as stop:  # while no rank ran
             self.last_words = f"{signal.Signals(stop.number).name}: not started{' again' * bool(self._attempts)}"
@@ -119,10 +107,30 @@ class _Controller:
         except NotReadyError as problem:
             self.last_words = str(problem)
             self.console.print([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
-            is_retry = bool(self._attempts) or self.job.first_attempt > 0
             self.console.info(self._after_refusal(problem.unreachable))
             self._tell_first_cause()
-            return JobResult(code=EXIT_PREFLIGHT, host_lost=is_retry and problem.unreachable)
+            return JobResult(code=EXIT_PREFLIGHT, host_lost=self._fleet.fleet.is_retry and problem.unreachable)
+
+    def _fleet_on(self, pool: HostPool) -> tuple[Driver, Inbox | None]:
+        """The hosts of the job, and what people ask of them where they can."""
+        job, backend = self.job, self.backend
+        is_fixed = backend.is_local or not job.is_restartable
+        fleet = fleet_of(
+            job,
+            backend.hosts,
+            now=time.monotonic(),
+            given=backend.given,
+            listed=backend.listed,
+            is_fixed=is_fixed,
+            failed=failed_hosts.known(backend),
+        )
+        inbox = Inbox(job, backend) if backend.takes_hosts and not is_fixed else None
+        receive = (lambda _: None) if inbox is None else inbox.feed
+        return Driver(fleet, backend, self.signals, self.console, pool, self._key, receive), inbox
+
+    @property
+    def _attempts(self) -> Sequence[AttemptSummary]:
+        return self._fleet.fleet.attempts
 
     def _after_refusal(self, unreachable: bool) -> str:
         """What a person can do when the hosts cannot take the job."""
@@ -139,52 +147,37 @@ class _Controller:
 
     def _run(self, pool: HostPool) -> JobResult:
         self._explain_flags()
-        membership = self._membership
-        newcomers = tuple if membership is None else membership.newcomers
-        selector = HostSelector(self.job, self.backend, self.signals, self.console, pool, newcomers)
-        if membership is not None:
-            membership.attach(selector)
-        selector.leave_failed_hosts()
-        back: tuple[str, ...] = ()
-        result = AttemptResult()
+        fleet, gone_by = self._fleet, dict[str, float]()
         while True:
-            before = self._reached
-            ready = selector.select(len(self._attempts), result.gone_by, back)
-            self._notify_of_hosts(ready.assignment, selector.members)
-            nprocs = max(self.recorder.entry.nprocs, ready.assignment.job.total)
-            self.recorder.update(hosts=selector.members, nprocs=nprocs)
-            if membership is None:
-                result = self._attempt(ready, pool)
-            else:
-                if back:
-                    membership.grown(back, failed={*ready.back} != {*back})
-                with membership.attempt(ready, pool, selector.port(len(self._attempts) + 1)):
-                    result = self._attempt(ready, pool)
-                back = membership.follow(result.lost)
+            start = fleet.select(gone_by)
+            members = fleet.fleet.members
+            self._notify_of_hosts(start.assignment, members)
+            nprocs = max(self.recorder.entry.nprocs, start.assignment.job.total)
+            self.recorder.update(hosts=members, nprocs=nprocs)
+            begun, trains = time.monotonic(), self.job.program.reports_steps
+            with fleet.attempt():
+                result = self._attempt(start, pool)
+            job, lost, gone_by = start.assignment.job, result.lost, result.gone_by
+            ended = events.AttemptEnded(
+                attempt=summary(result, seconds=time.monotonic() - begun, counts=trains),
+                lost=lost.host if lost is not None and lost.with_host else "",
+                departing=tuple(result.departing),
+            )
+            todo = fleet.step(ended)
+            decision = next(do for do in todo if isinstance(do, Decision))
+            self._tell(decision, result, report_of(job, result, self._logs))
             last = self._attempts[-1]
-            lost = result.lost
-            others = lost is not None and lost.with_host and lost.host not in ready.back  # its end is no fault of these
-            if membership is not None and ready.back and has_come_to_nothing(last, before) and not others:
-                last = self._attempts[-1] = replace(last, failed_growth=", ".join(ready.back))
-                membership.grown(ready.back, failed=True)
-                selector.leave_out(ready.back)
-                back = ()
-            if lost is not None and lost.with_host and selector.has_spare:
-                selector.set_aside(lost.host)  # a spare host takes its place without an attempt to reach it
-            decision = next_action(self._attempts, self.job.max_restarts, self.job.restart_on, selector.can_do_without)
-            self._tell(decision, result, report_of(ready.assignment.job, result, self._logs))
             if not decision.again:
                 return JobResult(
                     code=decision.code,
                     requested=result.requested,
-                    host_lost=result.lost is not None and result.lost.with_host,
+                    host_lost=bool(ended.lost),
                     idle=last.counts and last.reached == 0,
                 )
-            if last.cause is Cause.INFRASTRUCTURE and last.host:
-                selector.devices.pending.add(last.host)
-            if decision.set_aside:
-                selector.set_aside(decision.set_aside)
-            self._let_go(result.departing, pool, selector)
+            fleet.say()
+            for do in todo:
+                if isinstance(do, events.AwaitEnd):
+                    self._await_end(do.hosts, pool)
             if numbers := self.signals.wait(decision.wait):
                 raise StoppedError(numbers[0])
 
@@ -200,24 +193,10 @@ class _Controller:
                 f"rank may print a line for {max(job.step_timeout, LEAST_S):g} s"
             )
 
-    def _let_go(self, departing: Sequence[str], pool: HostPool, selector: HostSelector) -> None:
-        """Go on without hosts that a system has asked to end; wait for the end of those that the job needs."""
-        needed = []
-        for host in departing:
-            if selector.can_do_without(host):
-                selector.leave_out([host])
-            else:
-                needed.append(host)
-        if self._membership is not None:
-            self._membership.departs(departing)
-        if not needed:
-            return
-        self.console.info(
-            f"the job needs {', '.join(needed)}: it starts again there when the host has ended and is back, or is "
-            f"still there in {DEPART_S:g} s"
-        )
+    def _await_end(self, hosts: Sequence[str], pool: HostPool) -> None:
+        """Wait for the end of hosts that a system has asked to end, and that the job needs."""
         end = time.monotonic() + DEPART_S
-        while pool.are_connected(needed) and (left := end - time.monotonic()) > 0:
+        while pool.are_connected(hosts) and (left := end - time.monotonic()) > 0:
             if pool.is_woken(min(left, 1.0)) and (numbers := self.signals.take()):
                 raise StoppedError(numbers[0])
 
@@ -261,18 +240,17 @@ class _Controller:
         """The largest step that a rank has entered."""
         return max((attempt.reached for attempt in self._attempts), default=0)
 
-    def _attempt(self, ready: ReadyHosts, pool: HostPool) -> AttemptResult:
-        job, backend, console = ready.assignment.job, self.backend, self.console
+    def _attempt(self, start: events.Start, pool: HostPool) -> AttemptResult:
+        job, backend, console = start.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
         reached, trains = self._reached, job.program.reports_steps
         console.flush()  # a detached launcher leaves its terminal here
         self.recorder.update(state="running", attempt=number)
-        hosts, outer = ready.assignment.hosts, backend.environment
-        placed = placements(job, hosts, ready.coordinator, outer, number, ready.visible, ready.cores, reached)
+        hosts, outer = start.assignment.hosts, backend.environment
+        placed = placements(job, hosts, start.coordinator, outer, number, start.visible, start.cores, reached)
         has_others = job.total > job.nprocs
-        begun = time.monotonic()
         self._logs.begin(number)
-        result = Attempt(
+        return Attempt(
             job=job,
             pool=pool,
             logs=self._logs,
@@ -280,15 +258,13 @@ class _Controller:
             signals=self.signals,
             recorder=self.recorder,
             key=self._key,
-            address=ready.coordinator.rpartition(":")[0].strip("[]"),
+            address=start.coordinator.rpartition(":")[0].strip("[]"),
             spares=job.warm_spares if self._has_restarts else "off",
-            membership=self._membership,
-            times=self._times.setdefault(ready.assignment.devices, StepTimes()),
+            fleet=None if self._fleet.fleet.is_fixed else self._fleet,
+            times=self._times.setdefault(start.assignment.devices, StepTimes()),
             grow_after=reached if trains or reached else None,
             members=MemberHangs(job, number) if has_others else None,
         ).run(placed)
-        self._attempts.append(summary(result, seconds=time.monotonic() - begun, counts=trains))
-        return result
 
     @property
     def _has_restarts(self) -> bool:

@@ -39,7 +39,7 @@ def checksum_of(path: str) -> str:
     return f"{zlib.crc32(Path(path).read_bytes()):08x}"
 
 
-def counts(path: str) -> bool:
+def is_tracked_source(path: str) -> bool:
     """Whether a file is code of this package or of the user. It is asked for each module that is imported."""
     if path.startswith(PACKAGE):
         return True
@@ -73,7 +73,7 @@ class SourceRecorder(MetaPathFinder):
         if self not in sys.meta_path:
             for name, module in list(sys.modules.items()):
                 spec = getattr(module, "__spec__", None)
-                if spec is not None and type(spec.loader) is SourceFileLoader and counts(spec.loader.path):
+                if spec is not None and type(spec.loader) is SourceFileLoader and is_tracked_source(spec.loader.path):
                     self.add(spec.name or name, spec.loader.path)
             sys.meta_path.insert(0, self)
 
@@ -114,7 +114,7 @@ class SourceRecorder(MetaPathFinder):
             spec = finder.find_spec(fullname, path, target)
             if spec is None:
                 continue
-            if type(spec.loader) is SourceFileLoader and counts(spec.loader.path):
+            if type(spec.loader) is SourceFileLoader and is_tracked_source(spec.loader.path):
                 spec.loader = _Loader(spec.loader.name, spec.loader.path)
             return spec
         return None

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 
-def folder() -> Path:
-    """Where the links to the records of jobs are. Raises FileNotFoundError where this user has no home."""
+def state_dir() -> Path:
+    """The folder of this user's links to the records of jobs. Raises FileNotFoundError where this user has no home."""
     for state in (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state")):
         if os.path.isabs(state):
             return Path(state, "roxxel-dist", "jobs")
@@ -21,8 +21,8 @@ def claim(name: str) -> bool:
     counts as taken by this process. Files that are old are removed with old links (`index.forget`).
     """
     try:
-        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder() / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        state_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(state_dir() / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:
         return True
     try:

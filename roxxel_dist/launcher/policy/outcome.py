@@ -139,8 +139,8 @@ class AttemptResult:
     """The largest step that any rank had entered."""
     departing: list[str] = field(default_factory=list)
     """Hosts whose system asked them to end while the job goes on: a preemption, a reboot."""
-    grows: str = ""
-    """All were asked to save and leave, because hosts join or leave the job: how it goes on, in words for people."""
+    host_change: str = ""
+    """Not empty where all were asked to save and leave, because hosts join or leave the job: how it goes on then."""
 
 
 def is_cut_off(result: AttemptResult) -> bool:
@@ -151,7 +151,7 @@ def is_cut_off(result: AttemptResult) -> bool:
 def is_drain(result: AttemptResult) -> bool:
     """Whether all ranks were asked to save and leave, for whatever reason: until the grace is over, the end of one rank
     is no reason to end the others, which may be saving."""
-    return result.requested is not None or bool(result.grows)
+    return result.requested is not None or bool(result.host_change)
 
 
 def first_failure(result: AttemptResult) -> RankExit | None:
@@ -191,11 +191,11 @@ def exit_code(result: AttemptResult) -> int:
     codes = {end.code for end in result.exits}
     if result.lost is not None:
         return result.lost.code
-    if result.late and not result.grows and any(end.killed_by_us for end in result.exits):
+    if result.late and not result.host_change and any(end.killed_by_us for end in result.exits):
         return EXIT_HANG
     if result.requested is not None and not codes <= set(OK_CODES):
         return 128 + result.requested
-    left = EXIT_DRAINED in codes or (result.grows and codes != {0})  # in whatever way
+    left = EXIT_DRAINED in codes or (result.host_change and codes != {0})  # in whatever way
     return EXIT_DRAINED if left else 0
 
 

@@ -102,7 +102,7 @@ def classify(result: AttemptResult) -> Cause:
     is_preempted = result.lost is not None and (result.lost.host in result.departing or is_cut_off(result))
     if result.hang is not None or (result.lost is not None and not is_preempted) or result.differs is not None:
         return Cause.INFRASTRUCTURE
-    if result.grows or is_preempted:  # however a program ends that is asked to
+    if result.host_change or is_preempted:  # however a program ends that is asked to
         return Cause.PREEMPTED
     if (failure := first_failure(result)) is not None:
         code = as_code(failure.code)
@@ -128,7 +128,7 @@ def summary(result: AttemptResult, *, seconds: float, counts: bool) -> AttemptSu
         reached=result.reached,
         counts=counts or result.reached > 0,
         seconds=seconds,
-        changes_hosts=bool(result.grows) and not result.departing,
+        changes_hosts=bool(result.host_change) and not result.departing,
     )
 
 

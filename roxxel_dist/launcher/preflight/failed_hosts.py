@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.claims import folder
+from roxxel_dist.launcher.job.claims import state_dir
 
 KEPT_S = 24 * 3600.0
 ALL = "all"
@@ -22,7 +22,7 @@ ALL = "all"
 def _folder(backend: Backend) -> Path:
     """That of the hosts of a cluster. Raises FileNotFoundError where this user has no home."""
     kind = type(backend).__name__.removesuffix("Backend").lower()
-    return folder().parent / "failed-hosts" / (f"{kind}-{backend.cluster}" if backend.cluster else kind)
+    return state_dir().parent / "failed-hosts" / (f"{kind}-{backend.cluster}" if backend.cluster else kind)
 
 
 def _file(backend: Backend, host: str) -> Path:
@@ -61,7 +61,7 @@ def forget_of_user(names: Sequence[str]) -> list[str]:
     """Forget hosts of every cluster, or all hosts; returns those that were known."""
     gone: list[str] = []
     with suppress(FileNotFoundError):
-        for path in sorted((folder().parent / "failed-hosts").glob("*/*.json")):
+        for path in sorted((state_dir().parent / "failed-hosts").glob("*/*.json")):
             host = unquote(path.stem)
             if host in names or list(names) == [ALL]:
                 with suppress(OSError):

@@ -77,6 +77,10 @@ class PreflightReport:
         gone = [f"host {host} cannot be used: {why}" for host, why in self.unreachable.items()]
         return [*dict.fromkeys(result.text for result in self.findings if result.level == "error"), *gone]
 
+    def covers(self, hosts: Sequence[str]) -> bool:
+        """Whether these are among its hosts, with the same first one."""
+        return self.machines.keys() >= {*hosts} and next(iter(self.machines), None) == hosts[0]
+
     def blamed(self, trusted: Collection[str] = ()) -> frozenset[str]:
         """The hosts without which the others may pass, as far as it is known; see `CheckResult.blamed`."""
         errors = [result.blamed(trusted) for result in self.findings if result.level == "error"]
@@ -92,6 +96,7 @@ def check_job_hosts(
     pool: HostPool | None = None,
     busy: Collection[str] = (),
     devices: DeviceChecks | None = None,
+    known: PreflightReport | None = None,
 ) -> PreflightReport:
     """Check the hosts of a job, in the order of the ranks; see `check_hosts`."""
     is_here = backend.is_local and len(hosts) == 1
@@ -100,7 +105,7 @@ def check_job_hosts(
         requirements = replace(requirements, data_path=None, compare=not is_here)
     if backend.is_local:  # `launch` has looked before it made the job
         requirements = replace(requirements, jax=None)
-    return check_hosts(requirements, backend, hosts, port=port, pool=pool, busy=busy, devices=devices)
+    return check_hosts(requirements, backend, hosts, port=port, pool=pool, busy=busy, devices=devices, known=known)
 
 
 def check_hosts(
@@ -112,22 +117,24 @@ def check_hosts(
     pool: HostPool | None = None,
     busy: Collection[str] = (),
     devices: DeviceChecks | None = None,
+    known: PreflightReport | None = None,
 ) -> PreflightReport:
     """Check hosts, and choose where the first one's coordinator shall listen: at `port`, or at a free one.
 
     Agents that are started for it stay in `pool`; without one they end. Ranks of the job run on hosts that are `busy`:
-    what these hold will be free before a start. `devices`: which accelerators are checked too. Raises Interrupted where
-    the pool is woken.
+    what these hold will be free before a start. `devices`: which accelerators are checked too. `known`: what was found
+    on these hosts, which have worked together since: whether they reach each other, and the run directory, is not asked
+    anew where they are the same machines. Raises Interrupted where the pool is woken.
     """
     with ExitStack() as held:
         is_waiting = pool is not None and is_wanted_here(devices)  # for seconds, in which somebody may press Ctrl-C
         if backend.is_local and len(hosts) == 1 and not is_waiting:
-            return _check(requirements, backend, hosts, port, _ThisMachine(held), busy, devices)
+            return _check(requirements, backend, hosts, port, _ThisMachine(held), busy, devices, None)
         if problem := allow_open_files(len(hosts)):
             return PreflightReport(findings=[CheckResult("error", "open files", tuple(hosts), problem)])
         requirements = replace(requirements, distinct=not backend.same_machine)
         questions = HostQuestions(pool or held.enter_context(HostPool(backend)))
-        return _check(requirements, backend, hosts, port, questions, busy, devices)
+        return _check(requirements, backend, hosts, port, questions, busy, devices, known)
 
 
 class _ThisMachine:
@@ -153,6 +160,7 @@ def _check(
     questions: Questions,
     busy: Collection[str],
     devices: DeviceChecks | None,
+    known: PreflightReport | None,
 ) -> PreflightReport:
     checks = {host: devices.question(host) for host in hosts} if devices is not None else {}
     asked = asdict(requirements)
@@ -172,15 +180,20 @@ def _check(
         findings += launchers([host for host, info in infos.items() if info["place"] == here and not is_called(host)])
     address = backend.address or LOOPBACK
     places = Addresses(coordinators=[address])
-    if not are_one_machine(infos):
+    machines = {host: info["machine"] for host, info in infos.items()}
+    is_known = known is not None and machines.items() <= known.machines.items()
+    if known is not None and is_known:
+        places = Addresses(coordinators=[known.address])
+    elif not are_one_machine(infos):
         places = addresses(questions, requirements, infos)
     elif address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
         findings += own_names(requirements, {first: infos[first] | own_name()})
     free = port or 0
     if backend.is_coordinator:
-        address, free, more = check_network(questions, infos, places, port)
+        asked_of = {first: infos[first]} if is_known else infos
+        address, free, more = check_network(questions, asked_of, places, port)
         findings += more
-    if requirements.shared and others:
+    if requirements.shared and others and not is_known:
         findings += _shared(questions, list(infos), requirements.run_dir)
     if devices is not None and devices.needed_by(infos):  # last: the checks have run meanwhile
         findings += devices.check(questions, list(infos), [host for host in infos if infos[host].get("checks")])
@@ -191,7 +204,7 @@ def _check(
         unreachable=dict(questions.unreachable),
         starting=tuple(questions.starting),
         visible={host: info["visible"] for host, info in infos.items() if info["visible"] is not None},
-        machines={host: info["machine"] for host, info in infos.items()},
+        machines=machines,
         cores=max(info["cores"] for info in infos.values()),
     )
 

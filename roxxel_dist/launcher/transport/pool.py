@@ -396,7 +396,7 @@ class HostPool:
                 if isinstance(event, dict):
                     self._take_note(link, event)
                 yield link, event
-        yield from self._silent(time.monotonic())
+        yield from self._check_timeouts(time.monotonic())
 
     def silence(self, now: float) -> float:
         """Seconds since any host sent something; 0 where no link can be cut, and while none has sent a word yet."""
@@ -526,8 +526,8 @@ class HostPool:
         link.done = link.lost = True
         self._unregister(link)
 
-    def _silent(self, now: float) -> Iterator[tuple[HostConnection, HostLost]]:
-        """Those that have not spoken for too long, or whose ranks do not go."""
+    def _check_timeouts(self, now: float) -> Iterator[tuple[HostConnection, HostLost]]:
+        """Declare hosts lost whose agent was silent beyond its limit, or whose killed ranks are not gone in time."""
         stood_still = now - self._looked > self.limits.still_s  # the launcher itself, and has not listened
         if stood_still:
             for link in self.all:

@@ -102,7 +102,7 @@ class _MetricsHandler(TokenHandler):
 
 def default_token_file() -> Path:
     """In the folder of this user's state. Raises FileNotFoundError if there is no home directory."""
-    return claims.folder().parent / "metrics-token"
+    return claims.state_dir().parent / "metrics-token"
 
 
 def token_of(path: Path) -> str:

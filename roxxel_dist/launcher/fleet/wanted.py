@@ -105,15 +105,17 @@ def change_to(wanted: Collection[str], members: Sequence[str], there: Collection
         least: so many stay, of those that are there. Lost ones stay too where too few would be left without them: they
             may come back sooner than others join.
     """
-    unwanted = [host for host in members if host not in wanted]
+    asked, had = {*wanted}, {*members}
+    unwanted = [host for host in members if host not in asked]
     leaving = [host for host in unwanted if host in there]
-    allowed = max(0, len({*there} & {*members}) - least)
+    allowed = max(0, len({*there} & had) - least)
     kept = tuple(leaving[allowed:])
     lost = [host for host in unwanted if host not in there]
     spared = lost[max(0, len(members) - len(leaving[:allowed]) - least) :]
+    stay = {*kept, *spared}
     return Change(
-        newcomers=tuple(host for host in wanted if host not in members),
-        leaves=tuple(host for host in unwanted if host not in (*kept, *spared)),
+        newcomers=tuple(host for host in wanted if host not in had),
+        leaves=tuple(host for host in unwanted if host not in stay),
         kept=kept,
     )
 

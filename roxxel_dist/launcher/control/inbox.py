@@ -1,0 +1,116 @@
+"""What people ask of the hosts of a job while it runs: a list that is read again, and requests to join and leave."""
+
+import queue
+import threading
+import time
+from contextlib import suppress
+from typing import Self
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.control import member_requests
+from roxxel_dist.launcher.control.host_list import HostList
+from roxxel_dist.launcher.control.member_requests import Request
+from roxxel_dist.launcher.fleet import events
+from roxxel_dist.launcher.fleet.driver import Driver
+from roxxel_dist.launcher.fleet.state import NUMBERS
+from roxxel_dist.launcher.job.backend import Backend, HostSource
+from roxxel_dist.launcher.job.spec import JobSpec
+
+FILE_S, COMMAND_S = 1.0, 5.0
+"""Between two looks at a list: a file, a command."""
+AGAIN_S = 0.5
+"""A list that has changed is read again so much later: it holds when it is the same then."""
+END_S = 2.0
+
+
+class Inbox:
+    """Reads the list of a job and the requests to it, in a thread: a file system, or a command, may be slow.
+
+    Args:
+        job: its list, if it has one, and its folder.
+        backend: which hosts can join; it has the list as it is now, and may have another one.
+    """
+
+    def __init__(self, job: JobSpec, backend: Backend) -> None:
+        self.lists: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        """Lists that hold, each another one than the one before."""
+        self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Why a list cannot be read; each once, whatever its numbers: a client may say the time."""
+        self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._mailbox = member_requests.mailbox(job.log_dir)
+        self._check_joining = backend.check_joining
+        self._source = backend.more_hosts if job.hosts_from is None else HostList(job.hosts_from)
+        self._held = list(backend.listed)
+        self._seen: list[str] | None = None  # once, and another one than the one that holds
+        self._known = set[str]()
+        self._due = 0.0
+        self._end = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._watch, name="inbox", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        if self._source is not None:
+            self._source.end()
+        self._thread.join(END_S)  # not for a file system that does not answer
+
+    def _watch(self) -> None:
+        with suppress(OSError):
+            self._mailbox.clear()  # of a launch before
+        while not self._end.wait(AGAIN_S):
+            try:
+                self._look()
+            except Exception as error:  # the thread would end, and with it all joins
+                self._fail(f"lists and requests could not be read: {error!r}")
+
+    def _look(self) -> None:
+        for request in member_requests.read(self._mailbox):
+            self.requests.put(request)
+        if self._source is not None and time.monotonic() >= self._due:
+            self._poll_list(self._source)
+
+    def _fail(self, why: str) -> None:
+        """Have people read this, once."""
+        about = NUMBERS.sub("", why)
+        if about not in self._known and not self._end.is_set():
+            self._known.add(about)
+            self.faults.put(why)
+
+    def _poll_list(self, source: HostSource) -> None:
+        """Read the list; one that has changed holds when it is the same at the next look, which comes sooner."""
+        try:
+            hosts = source.read()[0]
+        except UserError as error:
+            self._fail(str(error))
+            hosts = self._held
+        if hosts == self._seen:
+            self._held = hosts
+            self.lists.put(hosts)
+        self._seen = hosts if hosts != self._held else None
+        wait_s = FILE_S if source.is_file else COMMAND_S
+        self._due = time.monotonic() + (AGAIN_S if self._seen else wait_s)
+
+    def feed(self, fleet: Driver) -> None:
+        """Give the fleet what has come: lists, and requests, which get their answers."""
+        while not self.faults.empty():
+            fleet.step(events.Say(text=f"{self.faults.get()}; the list stays as it was"))
+        while not self.lists.empty():
+            hosts = self.lists.get()
+            try:
+                self._check_joining(hosts)
+                fleet.step(events.Asked(by="list", hosts=tuple(hosts)))
+            except UserError as error:
+                fleet.step(events.Say(text=f"--hosts-from: {error}; the list stays as it was"))
+        while not self.requests.empty():
+            request = self.requests.get()
+            try:
+                self._check_joining(request.hosts)
+                todo = fleet.step(events.Asked(by="join" if request.joins else "leave", hosts=request.hosts))
+                done = next(do for do in todo if isinstance(do, events.Answer))
+            except UserError as error:
+                done = events.Answer(done=False, text=str(error))
+            with suppress(OSError):  # who asked may be gone, and a full disk ends no job
+                self._mailbox.answer(request.name, {"done": done.done, "text": done.text})

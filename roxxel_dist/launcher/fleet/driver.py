@@ -1,0 +1,288 @@
+"""Carries out what a fleet asks for: looks at hosts, and warm-ups; in a thread of its own while ranks run."""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from roxxel_dist.launcher.fleet import events
+from roxxel_dist.launcher.fleet.state import Fleet
+from roxxel_dist.launcher.fleet.step import step
+from roxxel_dist.launcher.host.protocol import Message
+from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.job.placement import placements, working_hosts
+from roxxel_dist.launcher.job.signals import SignalPipe
+from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.policy.outcome import HostLost
+from roxxel_dist.launcher.preflight import failed_hosts
+from roxxel_dist.launcher.preflight.devices import checks_of
+from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
+from roxxel_dist.launcher.transport.pool import HostConnection, HostPool
+from roxxel_dist.launcher.transport.questions import Interrupted
+
+TEND_S = 0.5
+"""Between two looks at the agents of hosts that can be used."""
+WAIT_S = 0.25
+
+
+class NotReadyError(Exception):
+    """The hosts, or too few of them, can take the job. The message is for people, a line a reason.
+
+    `unreachable`: some do not answer, so that other hosts would do.
+    """
+
+    def __init__(self, text: str, *, unreachable: bool = False) -> None:
+        super().__init__(text)
+        self.unreachable = unreachable
+
+
+class StoppedError(Exception):
+    """The launcher was asked to stop; `number` is the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Driver:
+    """The fleet of a job that runs.
+
+    Agents of the previous attempt are asked over their open connections; only a lost host gets a new one.
+
+    Args:
+        fleet: before the first attempt, and what is to be done then.
+        backend: reaches the hosts.
+        pool: has the agents of the job.
+        key: of the job's folders in memory.
+        receive: gives this object what has come from a list, and requests.
+    """
+
+    def __init__(
+        self,
+        fleet: tuple[Fleet, Sequence[events.Do]],
+        backend: Backend,
+        signals: SignalPipe,
+        screen: Console,
+        pool: HostPool,
+        key: str = "",
+        receive: Callable[["Driver"], None] = lambda _: None,
+    ) -> None:
+        self.fleet, todo = fleet
+        self._backend, self._signals, self._screen, self._pool, self._key = backend, signals, screen, pool, key
+        self._receive = receive
+        job = self.fleet.given
+        self._devices = checks_of(job, backend.hosts, len(working_hosts(job, backend.hosts)))
+        self._lock = threading.Lock()
+        self._notes = queue.SimpleQueue[str]()
+        self._work = queue.SimpleQueue[events.Look | events.Warm | None]()  # None: the end
+        self._is_over = True
+        self._begin(todo)
+
+    def step(self, event: events.Event) -> list[events.Do]:
+        """Let something happen; returns what is to be done, of which looks and warm-ups are begun."""
+        with self._lock:
+            self.fleet, todo = step(self.fleet, event, time.monotonic())
+            self._begin(todo)
+        return todo
+
+    def _begin(self, todo: Sequence[events.Do]) -> None:
+        for do in todo:
+            match do:
+                case events.Say(text=text):
+                    self._notes.put(text)
+                case events.Look() | events.Warm() if not self._is_over:
+                    self._work.put(do)
+                case _:
+                    pass
+
+    def say(self) -> None:
+        """Show people what they are to know."""
+        while not self._notes.empty():
+            self._screen.info(self._notes.get())
+
+    def select(self, gone_by: Mapping[str, float]) -> events.Start:
+        """The hosts that start the next attempt, when the ranks of lost ones have ended (`Begin.gone_by`).
+
+        Raises:
+            NotReadyError: there are too few.
+            StoppedError: the launcher was asked to stop.
+        """
+        todo = self.step(events.Begin(gone_by=gone_by))
+        while True:
+            self.say()
+            match todo[-1]:
+                case events.Look() as look:
+                    report = self._look_before_start(look)
+                    trusted = tuple(link.host for link in self._pool.all if link.ranks)
+                    todo = self.step(events.Answered(report=report, trusted=trusted))
+                case events.Wait(seconds=seconds):
+                    self._pause(seconds)
+                    self._receive(self)
+                    todo = self.step(events.Tick())
+                case events.Start() as start:
+                    self._pause(start.wait_s)
+                    return start
+                case events.GiveUp(text=text, unreachable=unreachable):
+                    raise NotReadyError(text, unreachable=unreachable)
+                case do:
+                    raise AssertionError(do)
+
+    def _pause(self, seconds: float) -> None:
+        if numbers := self._signals.wait(seconds):
+            raise StoppedError(numbers[0])
+
+    def _look_before_start(self, look: events.Look) -> PreflightReport:
+        report = None
+        while report is None:
+            self._pool.reach_anew()
+            try:
+                report = self._look(look, self._pool)
+            except Interrupted:
+                if numbers := self._signals.take():
+                    raise StoppedError(numbers[0]) from None
+        for host, why in report.suspects.items():
+            failed_hosts.remember(self._backend, host, why)
+        failed_hosts.forget(self._backend, list(self._devices.passed))
+        self._devices.passed.clear()
+        return report
+
+    def _look(self, look: events.Look, pool: HostPool) -> PreflightReport:
+        self._devices.pending.update(look.check)
+        return check_job_hosts(
+            look.assignment.job,
+            self._backend,
+            look.assignment.hosts,
+            port=look.port,
+            pool=pool,
+            busy=look.busy,
+            devices=self._devices,
+            known=look.known,
+        )
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """While ranks run: carry out looks and warm-ups. At the end the job's pool has agents on hosts that join."""
+        if self.fleet.is_fixed:
+            yield
+            return
+        with HostPool(self._backend, limits=self.fleet.given.limits) as self._waiting:
+            self._wake, woken = os.pipe()
+            self._warmed, self._is_over = set[str](), False
+            thread = threading.Thread(target=self._carry_out, name="fleet", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                self._is_over = True
+                os.write(woken, b"\0")
+                self._work.put(None)
+                thread.join()
+                os.close(self._wake)
+                os.close(woken)
+                self._work = queue.SimpleQueue()
+            self._pool.adopt(self._waiting, [link.host for link in self._waiting.all])
+
+    def tick(self) -> None:
+        """While ranks run: follow lists and requests, and the clock."""
+        self._receive(self)
+        self.step(events.Tick())
+        self.say()
+
+    def drain(self, *, joins_too: bool = True) -> events.Drain | None:
+        """Why the ranks are to save and leave now, if they are. `joins_too`: also for hosts that come."""
+        todo = self.step(events.CanDrain(joins_too=joins_too))
+        return next((do for do in todo if isinstance(do, events.Drain)), None)
+
+    def _carry_out(self) -> None:
+        while not self._is_over:
+            do = self._next()
+            try:
+                if do is not None:
+                    self._report(self._answer(do) if isinstance(do, events.Look) else self._warm_up(do))
+            except Interrupted:
+                return
+            except Exception as error:  # the thread would end, and with it all looks
+                self._note_mistake(do.candidates if do is not None else (), error)
+            try:
+                if self._waiting.all and self._work.empty():
+                    self._tend()
+            except Exception as error:
+                self._note_mistake(tuple(link.host for link in self._waiting.all), error)
+
+    def _next(self) -> events.Look | events.Warm | None:
+        try:
+            return self._work.get(timeout=TEND_S if self._waiting.all else None)
+        except queue.Empty:
+            return None
+
+    def _report(self, event: events.Event) -> None:
+        if not self._is_over:
+            self.step(event)
+
+    def _note_mistake(self, hosts: tuple[str, ...], error: Exception) -> None:
+        self._report(events.Mistake(hosts=hosts, error=repr(error)))
+
+    def _answer(self, look: events.Look) -> events.Answered:
+        with HostPool(self._backend, self._wake, self.fleet.given.limits) as pool:
+            report = self._look(look, pool)
+            if report.passed and self.fleet.given.warm_spares != "off":
+                self._waiting.adopt(pool, [host for host in look.keep if not self._waiting.is_connected(host)])
+        return events.Answered(report=report)
+
+    def _warm_up(self, warm: events.Warm) -> events.Warmed:
+        """Have agents start spares for the ranks that they would have, and wait for the spares' imports."""
+        plan, job = warm.plan, self.fleet.given
+        self._events(0)  # of the others; from here on silence counts
+        placed = placements(plan.job, plan.hosts, "", self._backend.environment, visible=warm.report.visible)
+        placed = [place for place in placed if self._waiting.is_connected(place.host)]
+        placed = [place for place in placed if place.host not in self._warmed]
+        self._waiting.warm(plan.job, placed, self._key)
+        pending, failed = {place.host for place in placed}, dict[str, str]()
+        self._warmed |= pending
+        end = time.monotonic() + job.limits.warm_s
+        while pending and time.monotonic() < end:
+            if self._is_over:
+                raise Interrupted
+            for link, event in self._events(WAIT_S):
+                match event:
+                    case {"type": "warm", "why": str(why)}:
+                        pending.discard(link.host)
+                        failed.update({link.host: why} if why else {})
+                    case str():
+                        self._notes.put(f"{link.host}: {event}")
+                    case _:
+                        pass
+            lost = {host: why for host, why in self._lost().items() if host in pending}
+            failed |= lost
+            pending -= lost.keys()
+        return events.Warmed(failed=failed)
+
+    def _tend(self) -> None:
+        """Let go of agents on hosts that are not to join any more, and of hosts whose agents are lost."""
+        self._events(0)
+        lost = self._lost()
+        kept = self.fleet.kept
+        gone = [link for link in self._waiting.all if link.lost or link.host not in kept]
+        self._warmed -= {link.host for link in gone}
+        self._waiting.disconnect(gone)
+        for host, why in lost.items():
+            self._report(events.Lost(host=host, why=why))
+
+    def _events(self, wait_s: float) -> list[tuple[HostConnection, Message | HostLost | str]]:
+        events = self._waiting.events(wait_s) if self._waiting.all else ()
+        return [(link, event) for link, event in events if link is not None and event is not None]
+
+    def _lost(self) -> dict[str, str]:
+        """Hosts whose agents have ended, or are silent, which ends them."""
+        now, silent_s = time.monotonic(), self.fleet.given.limits.silent_s
+        for link in self._waiting.all:
+            if not link.lost and now - link.last_seen > silent_s:
+                link.process.kill()
+                self._waiting.forget(link)
+        return {
+            link.host: f"its agent ended, or was silent for {silent_s:g} s{link.last_words}"
+            for link in self._waiting.all
+            if link.lost
+        }

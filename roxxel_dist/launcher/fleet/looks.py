@@ -1,0 +1,262 @@
+"""Rules while ranks run: which hosts are asked, and which of them can join or be used again. Pure functions.
+
+Each host is asked alone first, and then together with the hosts that work, as before a start, by programs of its own:
+the job does not notice it. The first look at a newcomer that would help is the second one. Those that can be used and
+help are warm at last.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+
+from roxxel_dist.launcher.fleet import events
+from roxxel_dist.launcher.fleet.state import AWAY, Fleet, Host, State
+from roxxel_dist.launcher.job.placement import Assignment
+from roxxel_dist.launcher.preflight.checks import CheckResult
+from roxxel_dist.launcher.preflight.run import PreflightReport
+
+LOOK_MOST_S = 300.0
+"""The longest pause after looks at a host that answers and is not fit: each doubles it."""
+GROW_MOST_S = 3600.0
+"""The longest pause after growths: each doubles it, so that a host that comes and goes costs little; one that has cost
+a start makes it eight times as long."""
+NO_WAY = re.compile(
+    r"No route to host|Connection (?:refused|timed out|closed|reset)|Network is (?:unreachable|down)"
+    r"|Operation timed out|Could not resolve|Host is down|i/o timeout|was refused|Unable to connect to the server"
+    r"|\(NotFound\)|container not found|does not have a host assigned|completed pod|waiting for the condition"
+    r"|No such container|no container with name or ID|is not running|container state improper",
+    re.IGNORECASE,
+)
+"""How ssh, kubectl, docker and podman say that a host is away."""
+
+
+def watch(fleet: Fleet) -> None:
+    """Ranks have started: hosts that are lost are asked after a pause, where they would help, and newcomers at once."""
+    lost = fleet.members_in(*AWAY)
+    helps = fleet.grows_with(lost)
+    fleet.look, fleet.with_warm = None, ()
+    for name in lost:
+        due = max(fleet.now, fleet.hosts[name].departs_by) + fleet.pause_s
+        fleet.move([name], State.LOST, due=due if helps else math.inf)
+    new = [name for name in fleet.hosts if name not in fleet.members]
+    fleet.move(new, State.WANTED, due=fleet.now)
+
+
+def note_return(fleet: Fleet, names: Collection[str], *, failed: bool) -> None:
+    """These hosts were taken in; `failed`: the attempt with them came to nothing."""
+    hosts = fleet.hosts
+    names = [name for name in names if name in hosts]
+    comes_and_goes = not all(hosts[name].is_known for name in names)  # a newcomer that came once does not
+    if failed or comes_and_goes:
+        fleet.pause_s = min(fleet.pause_s * (8 if failed else 2), GROW_MOST_S)
+    for name in names:
+        known = hosts[name].is_known and failed
+        fleet.move([name], hosts[name].state, failures=0, is_known=known)
+    if not failed:
+        fleet.unsay(*names)
+
+
+def next_look(fleet: Fleet) -> None:
+    """Ask for the next look, where none goes on."""
+    while fleet.look is None:
+        due = [host for host in fleet.candidates if host.due <= fleet.now]
+        warm, fit = fleet.are(State.WARM), fleet.are(State.FIT)
+        if due:
+            first = due[0]
+            is_new = first.name not in fleet.members and not first.is_known
+            if is_new and fleet.grows_with([*warm, *fit, first.name]):
+                fleet.move([first.name], State.FIT, due=math.inf, passed_alone=False)
+            else:
+                _look(fleet, (first.name,))
+        elif fit:
+            together = tuple(host.name for host in fleet.candidates if host.name in (*warm, *fit))
+            if fleet.grows_with(together):
+                _look(fleet, together)
+            else:
+                _settle(fleet, fit, len(fleet.working) + len(warm))
+        else:
+            break
+
+
+def answered(fleet: Fleet, look: events.Look, event: events.Answered) -> None:
+    """Judge what a look has found."""
+    names = _end_look(fleet, look)
+    if look.keep and names == look.candidates:
+        _judge_together(fleet, look, event.report)
+    elif look.keep:
+        _ask_others_again(fleet, names)
+    elif names:
+        _judge_alone(fleet, names[0], event.report)
+    next_look(fleet)
+
+
+def warmed(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
+    """Hosts are ready to join, but those that cannot have ranks."""
+    names = _end_look(fleet, warm)
+    failed = {name: why for name, why in event.failed.items() if name in names}
+    for name, why in failed.items():
+        _refuse(fleet, name, {"warm": why})
+    if failed or names != warm.candidates:
+        _ask_others_again(fleet, names)
+    else:
+        hosts, working, fleet.fit = warm.plan.hosts, fleet.working, warm.report
+        used = [name for name in names if name in hosts]
+        fleet.move(used, State.WARM, due=math.inf)
+        fleet.move([name for name in used if name not in fleet.members], State.WARM, is_known=True)
+        fleet.with_warm = tuple(name for name in hosts if name not in (*working, *names))
+        _settle(fleet, [name for name in names if name not in used], len(working) + len(used))
+    next_look(fleet)
+
+
+def lost(fleet: Fleet, event: events.Lost) -> None:
+    """A host that was warm is not any more."""
+    if _is(fleet, event.host, State.WARM):
+        _refuse(fleet, event.host, {"agent": event.why})
+    next_look(fleet)
+
+
+def mistaken(fleet: Fleet, event: events.Mistake) -> None:
+    """Say that a look has failed by a mistake of this program, and look again later."""
+    names = ", ".join(event.hosts)
+    if fleet.look is not None and fleet.look.candidates == event.hosts:
+        for name in _end_look(fleet, fleet.look):
+            fleet.move([name], State.LOST if name in fleet.members else State.WANTED, due=fleet.now + LOOK_MOST_S)
+    fleet.say(f"a look at {names} failed, and is repeated later: {event.error}", names)
+    next_look(fleet)
+
+
+def _is(fleet: Fleet, name: str, *states: State) -> bool:
+    return any(host.name == name and host.state in states for host in fleet.candidates)
+
+
+def _end_look(fleet: Fleet, do: events.Look | events.Warm) -> tuple[str, ...]:
+    """The hosts of a look that may still join; those that are wanted no more are lost ones, as before, or forgotten."""
+    fleet.look = None
+    names = tuple(name for name in do.candidates if _is(fleet, name, State.LOOKING, State.WARM))
+    gone = [name for name in do.candidates if name not in names and name in fleet.hosts]
+    away = [name for name in fleet.in_order(gone) if fleet.hosts[name].state in (State.LOOKING, State.WARM)]
+    fleet.move(away, State.LOST, due=fleet.now + fleet.pause_s)
+    fleet.drop([name for name in gone if name not in fleet.members])
+    return names
+
+
+def _ask_others_again(fleet: Fleet, names: Collection[str]) -> None:
+    """Of hosts that were asked together, one is out: the others are asked without it."""
+    fleet.move([name for name in names if _is(fleet, name, State.LOOKING)], State.FIT)
+
+
+def _look(fleet: Fleet, names: tuple[str, ...]) -> None:
+    """Ask one host alone, or some together with those that work."""
+    is_alone = len(names) == 1 and fleet.hosts[names[0]].state is not State.FIT
+    plan = Assignment(hosts=names, job=fleet.job_of(fleet.members)) if is_alone else fleet.plan(names)
+    if is_alone:
+        fleet.move(names, State.LOOKING, passed_alone=False)
+    fleet.look = events.Look(
+        assignment=plan,
+        port=fleet.port,
+        busy=fleet.working,
+        check=frozenset(name for name in names if not fleet.hosts[name].passed_alone),
+        candidates=names,
+        keep=() if is_alone else tuple(name for name in plan.hosts if name not in fleet.working),
+    )
+    fleet.move([name for name in names if not _is(fleet, name, State.WARM)], State.LOOKING, due=math.inf)
+    fleet.todo.append(fleet.look)
+
+
+def _judge_alone(fleet: Fleet, name: str, report: PreflightReport) -> None:
+    reasons = _reasons(fleet, report, name) | _is_same_machine(fleet, name, report)
+    if not report.passed or report.suspects or reasons:
+        _refuse(fleet, name, reasons)
+        return
+    fleet.move([name], State.FIT, passed_alone=True)
+
+
+def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) -> None:
+    names, working = look.candidates, fleet.working
+    same = {name: _is_same_machine(fleet, name, report, names[:place]) for place, name in enumerate(names)}
+    strange = [
+        result
+        for result in report.findings
+        if result.level == "warning"
+        and ("", f"warning: {result.text}") not in fleet.said
+        and _strangers(result, working)
+    ]
+    wrong = report.blamed(working).union(
+        *(_strangers(result, working) for result in strange),
+        report.suspects.keys() - {*working},
+        (name for name in names if same[name]),
+    )
+    if report.passed and not wrong:
+        fleet.look = events.Warm(plan=look.assignment, report=report, candidates=names)
+        fleet.todo.append(fleet.look)
+        return
+    for name in names:
+        if name in wrong:
+            reasons = _reasons(fleet, report, name) | {result.check: result.text for result in strange} | same[name]
+            _refuse(fleet, name, reasons)
+        elif not wrong & {*names}:  # a start would end the job, whatever it is
+            text = "the hosts that work could not start again now: " + "; ".join(report.problems)
+            _refuse(fleet, name, {"those that work": text})
+        else:
+            _ask_others_again(fleet, [name])
+
+
+def _is_same_machine(fleet: Fleet, name: str, report: PreflightReport, others: Collection[str] = ()) -> dict[str, str]:
+    """Why a newcomer does not join that is a machine of the job, or one of `others`, by another name."""
+    machine = report.machines.get(name)
+    same = [other for other in fleet.working if fleet.report.machines.get(other) == machine]
+    if machine is None or name in fleet.members or len(same) > 1:  # hosts may be few machines from the start
+        return {}
+    same = same or [other for other in others if report.machines.get(other) == machine]
+    return {"machine": f"it is the machine of {same[0]}, by another name"} if same else {}
+
+
+def _strangers(result: CheckResult, working: Collection[str]) -> frozenset[str]:
+    """The hosts that agree with none of those that work."""
+    known = {*working}
+    return frozenset(name for group in result.groups if not known & {*group} for name in group)
+
+
+def _reasons(fleet: Fleet, report: PreflightReport, name: str) -> dict[str, str]:
+    """Why a host does not pass, by check."""
+    errors = [result for result in report.findings if result.level == "error"]
+    blamed = {result.check: result.blamed(fleet.working) or {name} for result in errors}
+    reasons = {result.check: result.text for result in errors if name in blamed[result.check]}
+    reasons |= {"devices": report.suspects[name]} if name in report.suspects else {}
+    return reasons | ({"host": report.unreachable[name]} if name in report.unreachable else {})
+
+
+def _refuse(fleet: Fleet, name: str, reasons: Mapping[str, str]) -> None:
+    """A host did not pass: it is asked again, later each time if it answers."""
+    is_new, pause_s = name not in fleet.members, fleet.pause_s
+    is_away = NO_WAY.search(reasons.get("host", "")) is not None
+    failures = 0 if is_away else fleet.hosts[name].failures + 1
+    if failures:
+        pause_s = min(pause_s * 2**failures, max(pause_s, LOOK_MOST_S))
+    why = "; ".join(reasons.values())
+    known = {"is_known": True} if is_new else {}
+    fleet.move([name], State.UNFIT, why=why, failures=failures, due=fleet.now + pause_s, **known)
+    what = "does not join yet" if is_new else "is not used again yet"
+    if is_new or not is_away:
+        fleet.say(f"host {name} {what}, and is asked from time to time: {why}", name)
+
+
+def _settle(fleet: Fleet, names: Collection[str], working: int) -> None:
+    """These can be used, and do not help beside so many that work: newcomers are spares then, if they pass alone."""
+    for name in names:
+        host = fleet.hosts[name]
+        if not host.passed_alone:
+            fleet.move([name], State.WANTED, due=fleet.now, is_known=True)
+        elif name in fleet.members:
+            fleet.move([name], State.LOST, due=fleet.now + fleet.pause_s)
+            fleet.say(f"host {name} can be used again; the program cannot use its devices yet", name)
+        else:
+            fleet.move([name], State.SPARE, due=math.inf, is_known=True)
+            fleet.say(f"host {name} is a spare: it passed the checks, and {_why_idle(fleet, host, working)}", name)
+
+
+def _why_idle(fleet: Fleet, host: Host, working: int) -> str:
+    most = fleet.given.max_hosts
+    if most is not None and working >= most:
+        return f"--max-hosts is {most}"
+    return "n_devices, fsdp_devices, tensor_devices or virtual_shards leave its devices no work"

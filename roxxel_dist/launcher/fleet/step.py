@@ -1,0 +1,294 @@
+"""What follows from an event: the fleet after it, and what is to be done. Pure functions."""
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from roxxel_dist.launcher.fleet import events, looks, start
+from roxxel_dist.launcher.fleet.looks import note_return
+from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, State
+from roxxel_dist.launcher.fleet.wanted import Stays, Wanted, change_to
+from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.policy.restart import Cause, has_come_to_nothing, next_action
+
+SWAP_S = 10.0
+"""A host that is to leave stays so long for the first look at those that are to join: one restart does for both."""
+DEPART_S = 120.0
+"""A host that a system has asked to end is not used again sooner: clouds and schedulers end it within two minutes."""
+OF_ONE_HOST = {128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)}
+"""Codes of failures that say nothing of the network between the others, which worked together until then."""
+KEPT = "cannot leave the job yet"
+
+
+def fleet_of(
+    job: JobSpec,
+    hosts: Sequence[str],
+    *,
+    now: float,
+    given: Sequence[str] | None = None,
+    listed: Sequence[str] = (),
+    is_fixed: bool = False,
+    failed: Mapping[str, str] | None = None,
+) -> tuple[Fleet, list[events.Do]]:
+    """The fleet of a job on these hosts before its first attempt, and what people are to know of it.
+
+    Args:
+        job: as it was asked for.
+        hosts: in the order of the ranks, the spare ones last.
+        now: by the launcher's clock.
+        given: those of them that no list takes away; None: all.
+        listed: those of --hosts-from.
+        is_fixed: the hosts never change.
+        failed: hosts whose devices failed in the last day, and why: they work only where too few others are left.
+    """
+    fleet = Fleet(
+        given=job,
+        first=tuple(hosts),
+        is_fixed=is_fixed,
+        wanted=Wanted(given=tuple(hosts if given is None else given), listed=tuple(listed)),
+        stays=Stays(since=dict.fromkeys(listed, now)),
+        members=tuple(hosts),
+        hosts={name: Host(name=name, since=now) for name in hosts},
+        now=now,
+        unchecked=frozenset(hosts),
+        pause_s=job.limits.look_s,
+    )
+    if failed:
+        for name, why in failed.items():
+            if fleet.can_do_without(name):
+                fleet.move([name], State.ASIDE, why=why)
+        used = [name for name in failed if fleet.hosts[name].state is not State.ASIDE]
+        names = "; ".join(f"{name} ({why.removeprefix(f'{name}: ')})" for name, why in failed.items())
+        end = f"; used in any case, for too few others are left: {', '.join(used)}" if used else ""
+        fleet.say(f"failed in the last day, see `doctor --forget`: {names}{end}")
+    return fleet, fleet.todo
+
+
+def step(fleet: Fleet, event: events.Event, now: float) -> tuple[Fleet, list[events.Do]]:
+    """The fleet after an event, and what is to be done, in order; `now`: when it happens, by the launcher's clock.
+
+    Of looks and warm-ups one goes on at a time: its end is an event (`Answered`, `Warmed`, or `Mistake`), which is to
+    come before the next attempt ends, or not at all.
+    """
+    fleet = replace(fleet, now=now, hosts=dict(fleet.hosts), search=copy(fleet.search), todo=[])
+    RULES[type(event)](fleet, event)
+    return fleet, fleet.todo
+
+
+def _on_tick(fleet: Fleet, event: events.Tick) -> None:
+    if fleet.search is not None:
+        start.waited(fleet, fleet.search)
+    elif not fleet.is_fixed:
+        _follow(fleet)
+
+
+def _on_answer(fleet: Fleet, event: events.Answered) -> None:
+    if not isinstance(fleet.look, events.Look):
+        return
+    if fleet.search is not None:
+        start.answered(fleet, fleet.search, fleet.look, event)
+    else:
+        looks.answered(fleet, fleet.look, event)
+
+
+def _on_warm(fleet: Fleet, event: events.Warmed) -> None:
+    if isinstance(fleet.look, events.Warm):
+        looks.warmed(fleet, fleet.look, event)
+
+
+def _follow(fleet: Fleet) -> None:
+    """While ranks run: let hosts be those that are wanted, as far as that costs no restart."""
+    _receive_newcomers(fleet)
+    change = fleet.change
+    spares = fleet.are(State.SPARE)
+    if spares and not fleet.are(State.WARM):  # else they come in behind these
+        fleet.change_members(joins=spares)
+    if idle := [name for name in change.leaves if name not in fleet.working]:
+        fleet.change_members(leaves=idle)
+        fleet.say(f"{', '.join(idle)} left the job; no rank ran there")
+    if change.kept:
+        there = len(fleet.there)
+        fleet.say(
+            f"{', '.join(change.kept)} {KEPT}: of the {there} hosts that are there, at least {fleet.least} stay "
+            "(--min-hosts)"
+        )
+    fleet.move([name for name in fleet.members_in(State.LEAVING) if name not in change.leaves], State.WORKING)
+    fleet.move([name for name in fleet.members_in(State.WORKING) if name in change.leaves], State.LEAVING)
+    looks.next_look(fleet)
+
+
+def _receive_newcomers(fleet: Fleet) -> None:
+    """Hosts that came are looked at, together with spare ones; those that are wanted no more are forgotten."""
+    wanted, every, members = dict.fromkeys(fleet.wanted_now), {*fleet.wanted.hosts}, {*fleet.members}
+    fleet.move([name for name in every if name not in members and name not in wanted], State.HELD)
+    fleet.drop([name for name in fleet.hosts if name not in members and name not in every])
+    fleet.move([name for name in fleet.members_in(State.WARM) if name not in wanted], State.LOST)
+    held = [name for name, host in fleet.hosts.items() if host.state is State.HELD]
+    new = [name for name in wanted if name not in members and (name not in fleet.hosts or name in held)]
+    fleet.move(new, State.WANTED, due=fleet.now)
+    if new:  # together with these they may help
+        fleet.move(fleet.are(State.SPARE), State.FIT)
+
+
+def _on_request(fleet: Fleet, event: events.Asked) -> None:
+    if event.by == "list":
+        _follow_list(fleet, event.hosts)
+    else:
+        fleet.todo.append((_join if event.by == "join" else _leave)(fleet, event.hosts))
+
+
+def _follow_list(fleet: Fleet, hosts: Sequence[str]) -> None:
+    before = {*fleet.wanted.hosts}
+    fleet.wanted, fleet.stays = fleet.wanted.with_list(hosts), fleet.stays.with_list(hosts, fleet.now)
+    stays = fleet.stays
+    _forget(fleet, {*fleet.wanted.hosts} ^ before)
+    for name in sorted({*fleet.wanted.hosts} - {*fleet.wanted_now}):
+        fleet.say(
+            f"host {name} left the list {stays.short[name]} times soon after it came; it is taken in when it has "
+            f"stayed there for {stays.joins_at(name) - stays.since[name]:.0f} s, or by `join`"
+        )
+    fleet.said = frozenset(key for key in fleet.said if KEPT not in key[1])
+
+
+def _forget(fleet: Fleet, names: Sequence[str] | set[str]) -> None:
+    """These hosts are looked at, and spoken of, as if they were new."""
+    for name in names:
+        if name in fleet.members:
+            fleet.move([name], fleet.hosts[name].state, failures=0, is_known=False)
+    fleet.drop([name for name in names if name not in fleet.members])
+    fleet.unsay(*names)
+
+
+def _join(fleet: Fleet, hosts: Sequence[str]) -> events.Answer:
+    members = {*fleet.members} & {*fleet.wanted_now}
+    new = [name for name in hosts if name not in members]
+    if not new:
+        return events.Answer(done=True, text=f"{', '.join(hosts)} is in the job already")
+    fleet.wanted = fleet.wanted.with_join(new)
+    _forget(fleet, new)
+    away = [name for name in fleet.members_in(*AWAY) if name in new]
+    fleet.move([name for name in away if fleet.hosts[name].state is not State.LOOKING], State.LOST, due=fleet.now)
+    return events.Answer(done=True, text=f"{', '.join(new)} is checked now, and joins the job when it passes")
+
+
+def _leave(fleet: Fleet, hosts: Sequence[str]) -> events.Answer:
+    names = ", ".join(hosts)
+    if strange := [name for name in hosts if name not in fleet.wanted.hosts]:
+        text = f"{', '.join(strange)} is no host of the job: it has {', '.join(fleet.wanted.hosts)}"
+        return events.Answer(done=False, text=text)
+    wanted = fleet.wanted.with_leave(hosts)
+    if change_to(wanted.hosts, fleet.members, fleet.there, fleet.least).kept or not wanted.hosts:
+        return events.Answer(
+            done=False,
+            text=f"{names} cannot leave: of the {len(fleet.there)} hosts that are there, at least {fleet.least} stay "
+            "(--min-hosts); let others join before",
+        )
+    fleet.wanted = wanted
+    if not {*hosts} & {*fleet.working}:
+        return events.Answer(done=True, text=f"{names} leaves the job; no rank runs there")
+    return events.Answer(done=True, text=f"the ranks save, and the job continues without {names}")
+
+
+def _due(fleet: Fleet, lost: str = "") -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Hosts to take in, and working ones that shall leave, without one that is lost."""
+    joins = fleet.are(State.WARM)
+    there = {*fleet.there, *joins} - {lost}
+    change = change_to(fleet.wanted_now, fleet.with_members(joins), there, fleet.least)
+    return joins, tuple(name for name in change.leaves if name in fleet.working)
+
+
+def _drain(fleet: Fleet, event: events.CanDrain) -> None:
+    """Have the ranks save and leave, where hosts are to join or leave."""
+    joins, leaves = _due(fleet)
+    joins = joins if event.joins_too or leaves else ()
+    if not joins and not leaves:
+        fleet.leaves_since = None
+        return
+    since = fleet.leaves_since = fleet.leaves_since or fleet.now
+    is_first_look = any(not host.is_known for host in fleet.candidates if host.name not in fleet.members)
+    if not joins and is_first_look and fleet.now < since + SWAP_S:
+        return
+    back = [name for name in joins if name in fleet.members]
+    new = [name for name in joins if name not in back]
+    groups = ((back, "can be used again"), (new, "can join the job"), (leaves, "shall leave the job"))
+    with_them = [f"with {', '.join(joins)}"] * bool(joins) + [f"without {', '.join(leaves)}"] * bool(leaves)
+    why = "; ".join(f"{', '.join(names)} {what}" for names, what in groups if names)
+    fleet.todo.append(events.Drain(why=why, then=f"the job continues {' and '.join(with_them)}"))
+
+
+def _on_end(fleet: Fleet, event: events.AttemptEnded) -> None:
+    """After an attempt: change the hosts of the job, and decide whether there is another attempt."""
+    joins, members = (), fleet.members
+    taken_in, before = fleet.taken_in, max((one.reached for one in fleet.attempts), default=0)
+    if not fleet.is_fixed:
+        joins, leaves = _due(fleet, event.lost)
+        fleet.change_members(dict.fromkeys((*joins, *fleet.are(State.SPARE))), leaves)
+    fleet.look, fleet.leaves_since = None, None
+    fleet.with_warm, fleet.taken_in = (), ()
+    away = fleet.members_in(*AWAY, State.WARM)
+    fleet.move([name for name in away if name not in joins], State.LOST)
+    attempt = event.attempt
+    others = event.lost and event.lost not in taken_in  # its end is no fault of those that were taken in
+    if taken_in and has_come_to_nothing(attempt, before) and not others:
+        attempt = replace(attempt, failed_growth=", ".join(taken_in))
+        note_return(fleet, taken_in, failed=True)
+        back = [name for name in joins if name in members]
+        fleet.move([name for name in joins if name not in back], State.SPARE)
+        fleet.move((*back, *(name for name in taken_in if name in fleet.members)), State.LOST)
+    if attempt.reached <= before or (attempt.cause is not Cause.PREEMPTED and attempt.code not in OF_ONE_HOST):
+        fleet.fit = None
+    fleet.attempts = (*fleet.attempts, attempt)
+    if event.lost and (joins or fleet.has_spare):  # a spare host takes its place without an attempt to reach it
+        _set_aside(fleet, event.lost)
+    job = fleet.given
+    decision = next_action(fleet.attempts, job.max_restarts, job.restart_on, fleet.can_do_without)
+    fleet.todo.append(decision)
+    if not decision.again:
+        return
+    if attempt.cause is Cause.INFRASTRUCTURE and attempt.host:
+        fleet.unchecked |= {attempt.host}
+    if decision.set_aside:
+        _set_aside(fleet, decision.set_aside)
+    _let_go(fleet, event.departing)
+
+
+def _set_aside(fleet: Fleet, name: str) -> None:
+    """Use this host only where there are too few others."""
+    if name in fleet.members:
+        fleet.move([name], State.ASIDE)
+
+
+def _let_go(fleet: Fleet, departing: Sequence[str]) -> None:
+    """Go on without hosts that a system has asked to end; wait for the end of those that the job needs."""
+    needed: list[str] = []
+    for name in departing:
+        if name not in fleet.members:
+            continue
+        if fleet.can_do_without(name):
+            fleet.move([name], State.LOST)
+        else:
+            needed.append(name)
+        fleet.move([name], fleet.hosts[name].state, departs_by=fleet.now + DEPART_S)
+    if needed:
+        fleet.say(
+            f"the job needs {', '.join(needed)}: it starts again there when the host has ended and is back, or is "
+            f"still there in {DEPART_S:g} s",
+            SEARCH,
+        )
+        fleet.todo.append(events.AwaitEnd(hosts=tuple(needed)))
+
+
+RULES: Mapping[type[events.Event], Callable[[Fleet, Any], None]] = {
+    events.Begin: start.begin,
+    events.Answered: _on_answer,
+    events.Tick: _on_tick,
+    events.Asked: _on_request,
+    events.Say: lambda fleet, event: fleet.say(event.text),
+    events.Warmed: _on_warm,
+    events.Lost: looks.lost,
+    events.Mistake: looks.mistaken,
+    events.CanDrain: _drain,
+    events.AttemptEnded: _on_end,
+}
