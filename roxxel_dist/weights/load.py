@@ -22,7 +22,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, target_of
-from roxxel_dist.model.split import Leaves, split_module
+from roxxel_dist.model.split import Leaves, trace_module
 from roxxel_dist.place.directory import CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.place.run_place import bucket_run
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
@@ -222,20 +222,21 @@ def load_transformer(path: str | Path, *, best: bool = True) -> Any:
 
 def model_of(weights: Weights, path: str | Path) -> Any:
     """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit."""
-    build = model_builder(weights.config)
-    parts, like, rest_like, inputs = split_module(nnx.eval_shape(build))
+    traced = trace_module(model_builder(weights.config))
+    parts = traced.split
     # With adapters in a user-defined model, a run does not store the frozen weights: the model creates them.
     frozen = [name for name in parts.frozen.names if weights.config.model is None or name in weights.params]
-    like |= {name: inputs[name] for name in frozen}
+    like = {name: traced.shapes[name] for name in (*parts.params.names, *frozen)}
     if wrong := files.difference(files.shapes(weights.params), files.shapes(like), whole=False):
         raise UserError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
-    state = _state_of(weights, {name: rest_like[name] for name in parts.rest.names}, parts.state_names, path)
+    state = _state_of(weights, {name: traced.shapes[name] for name in parts.rest.names}, parts.state_names, path)
+    made = [name for name in (*parts.frozen.names, *parts.hparams.names) if name not in frozen]
 
     def others(state: Leaves) -> Any:
         """Computes only what is used: no initial weights."""
-        _, _, first, inputs = split_module(build())
+        first = traced.compute(parts.rest.names)
         rest = first | files.data_to_keys(state, {name: jnp.asarray(first[name]) for name in state})
-        return rest, {name: one for name, one in inputs.items() if name not in frozen}
+        return rest, traced.compute(made)
 
     rest, inputs = jax.jit(others)(state)
     params = {name: jnp.asarray(weights.params[name]) for name in parts.params.names}
