@@ -29,7 +29,7 @@ from roxxel_dist.train.step.local_sums import accumulation
 from roxxel_dist.train.step.optimizer import InitialState, Optimizer
 from roxxel_dist.train.step.repeated_work import work_ratio
 from roxxel_dist.train.step.state import StateBuilder, TrainState
-from roxxel_dist.train.step.step import LossFn, check_vocabulary, make_eval_step, make_step
+from roxxel_dist.train.step.step import LossFn, check_vocabulary, make_eval_step, make_step, measure
 
 Load = Callable[[Leaves, Leaves], Leaves]
 """(parameters, state beside them) -> those of a trained model, placed alike; see `StateBuilder.build`."""
@@ -165,6 +165,18 @@ class Steps:
     def on_one_device(self) -> "Steps":
         """The ordinary steps on the first device, where nothing is cut; the model is not traced again."""
         return _on_one_device(self)
+
+    def gradient(self, params: Leaves, rest: Leaves, hparams: Leaves, batch: Any) -> tuple[jax.Array, Leaves]:
+        """(float32[] the loss, the gradient by parameter) of a batch, from arrays of this process's first device."""
+
+        def loss_of(params: Leaves) -> tuple[jax.Array, jax.Array]:
+            model = self.split.merge(params, rest, hparams, training=True, dtype=self.options.compute_dtype)
+            loss = measure(self.loss, model, batch)
+            return loss.minimized, jnp.float32(loss.loss)
+
+        with jax.set_mesh(_first_device(self.mesh)):
+            (_, loss), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+        return loss, grads
 
     def accumulation(self, batch: Any) -> str:
         """What is sent with micro-batches of such a batch, and why; empty where nothing is."""

@@ -19,6 +19,7 @@ from roxxel_dist.checkpoint.digests import in_words, read_verified
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.checkpoint.stored_blocks import check_checkpoint
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, target_of
@@ -266,10 +267,10 @@ def check_continues(model: Any, config: Any) -> None:
         return
     graphdef, state = nnx.split(model)
     rule = f"to generate, a model takes int32[1, L] tokens alone and returns [1, L, {config.vocab_size}] logits"
+    tokens = np.zeros((1, config.max_context), np.int32)
     try:
-        logits = jax.eval_shape(
-            lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, np.zeros((1, config.max_context), np.int32)
-        )
+        with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
+            logits = jax.eval_shape(lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, tokens)
     except Exception as error:
         raise UserError(f"model is {config.model!r}: {rule}, and this one says {error!r}") from error
     shape = getattr(logits, "shape", type(logits).__name__)

@@ -391,20 +391,23 @@ class TrainView:
             optimizer.step[...] = jnp.asarray(int(self.step), optimizer.step[...].dtype)
 
     def local_model(self) -> Any:
-        """`model` on this process's first device alone. Every process must ask for it.
+        """`model` on this process's first device alone; what `local_leaves` says holds."""
+        return self._split.merge(*self.local_leaves(self.evaluated), training=False)
 
-        Raises MemoryError, on every process, where a device of one of them has no room for the whole model beside
-        what it holds.
+    def local_leaves(self, params: Leaves) -> tuple[Leaves, Leaves, Leaves]:
+        """(`params`, the rest, the inputs of every step) on this process's first device. Every process must ask for it.
+
+        `params` are this view's own, or those that are evaluated. Raises MemoryError, on every process, where a device
+        of one of them has no room for the whole model beside what it holds.
         """
-        leaves, tree = jax.tree.flatten((self._state.evaluated, self._state.rest, self._hparams))
+        leaves, tree = jax.tree.flatten((params, self._state.rest, self._hparams))
         cut = {i: leaf for i, leaf in enumerate(leaves) if not leaf.sharding.is_fully_replicated}
         if cut:
             _check_room_for_model(sum(leaf.size * leaf.dtype.itemsize for leaf in cut.values()))
             everywhere = NamedSharding(next(iter(cut.values())).sharding.mesh, P())
             whole = jax.jit(lambda cut: cut, out_shardings=everywhere)(cut)
             leaves = [whole.get(i, leaf) for i, leaf in enumerate(leaves)]
-        params, rest, hparams = jax.tree.unflatten(tree, [leaf.addressable_data(0) for leaf in leaves])
-        return self._split.merge(params, rest, hparams, training=False)
+        return jax.tree.unflatten(tree, [leaf.addressable_data(0) for leaf in leaves])
 
 
 def _on_one_device(leaf: jax.Array) -> jax.Array:
