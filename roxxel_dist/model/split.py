@@ -4,7 +4,6 @@ Leaves travel as dictionaries from a parameter's name to its array, which cost a
 cost at the border of a jitted call, and are merged into a module again while tracing. Decision 8.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,10 +165,10 @@ class TracedModule:
         return {name: leaves[name] for name in names}
 
 
-def trace_module(build: Callable[[], nnx.Module], mesh: Mesh | None = None) -> TracedModule:
+def trace_module(build: Callable[[], nnx.Module], mesh: Mesh) -> TracedModule:
     """The module that `build` makes, traced: the one way in which every command meets a model that is yet to be made.
 
-    The `mesh`, if there is one, is set meanwhile: the module may use its axes. Raises TypeError where `build` gives no
+    The `mesh` is set meanwhile: the module may use its axes. Raises TypeError where `build` gives no
     module, and what it raises passes.
     """
 
@@ -184,7 +183,7 @@ def trace_module(build: Callable[[], nnx.Module], mesh: Mesh | None = None) -> T
         return nnx.split(model)
 
     # NNX would place each variable as it is made, and fail at logical axes.
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh), nnx.use_eager_sharding(False):
+    with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
         closed, (graphdef, state) = jax.make_jaxpr(split_state, return_shape=True)()
     return TracedModule(split_module(nnx.merge(graphdef, state))[0], named_leaves(state)[1], closed)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from roxxel_dist.checkpoint import files
 from roxxel_dist.checkpoint.digests import in_words, read_verified
@@ -223,7 +224,8 @@ def load_transformer(path: str | Path, *, best: bool = True) -> Any:
 
 def model_of(weights: Weights, path: str | Path) -> Any:
     """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit."""
-    traced = trace_module(model_builder(weights.config))
+    mesh = _first_device()
+    traced = trace_module(model_builder(weights.config), mesh)
     parts = traced.split
     # With adapters in a user-defined model, a run does not store the frozen weights: the model creates them.
     frozen = [name for name in parts.frozen.names if weights.config.model is None or name in weights.params]
@@ -239,10 +241,16 @@ def model_of(weights: Weights, path: str | Path) -> Any:
         rest = first | files.data_to_keys(state, {name: jnp.asarray(first[name]) for name in state})
         return rest, traced.compute(made)
 
-    rest, inputs = jax.jit(others)(state)
+    with jax.set_mesh(mesh):
+        rest, inputs = jax.jit(others)(state)
     params = {name: jnp.asarray(weights.params[name]) for name in parts.params.names}
     inputs |= {name: jnp.asarray(weights.params[name]) for name in frozen}
     return parts.merge(params, rest, inputs, training=False)
+
+
+def _first_device() -> Mesh:
+    """The first device of this process, with the axes of training: a model of the user's own may name them."""
+    return make_mesh(devices=jax.local_devices()[:1])
 
 
 def _state_of(weights: Weights, like: Leaves, needed: Collection[str], path: str | Path) -> Leaves:
@@ -269,7 +277,7 @@ def check_continues(model: Any, config: Any) -> None:
     rule = f"to generate, a model takes int32[1, L] tokens alone and returns [1, L, {config.vocab_size}] logits"
     tokens = np.zeros((1, config.max_context), np.int32)
     try:
-        with jax.set_mesh(make_mesh(devices=jax.local_devices()[:1])):
+        with jax.set_mesh(_first_device()):
             logits = jax.eval_shape(lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, tokens)
     except Exception as error:
         raise UserError(f"model is {config.model!r}: {rule}, and this one says {error!r}") from error
