@@ -87,7 +87,7 @@ def evaluate(
     """The validation of a run at a kept checkpoint, on all the processes this one belongs to.
 
     It uses the current config and data of the run. If these have not changed since the step, the same devices,
-    processes and versions give the logged numbers bit for bit.
+    processes and versions give the logged numbers bit for bit; with virtual shards any number of devices does.
 
     Args:
         run: RUN or RUN@STEP; without a step the newest checkpoint.
