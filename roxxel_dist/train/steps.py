@@ -16,18 +16,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, one_device, scalars_on
+from roxxel_dist.cluster.program_cost import program_cost
+from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import Layout, placed_as, rows_sharding
-from roxxel_dist.train.exact.own_state import check_own_state
+from roxxel_dist.train.exact.layout import Layout, placed_as, rows_sharding, shapes_of
 from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, exact_places
 from roxxel_dist.train.step.compile import mesh_of
 from roxxel_dist.train.step.local_sums import accumulation
 from roxxel_dist.train.step.optimizer import InitialState, Optimizer
-from roxxel_dist.train.step.repeated_work import work_ratio
 from roxxel_dist.train.step.state import StateBuilder, TrainState
 from roxxel_dist.train.step.step import LossFn, check_vocabulary, make_eval_step, make_step, measure
 
@@ -185,9 +185,15 @@ class Steps:
         return accumulation(*args, options.compute_dtype).text
 
     def work_ratio(self, program: Any, batch: Any) -> float | None:
-        """The work of all devices over that of one, of the compiled training step; None where it is not known."""
-        args = self.state, self.hparams, batch
-        return work_ratio(program, self.train, args, mesh_of(batch, self.mesh) or self.mesh)
+        """FLOPs of all devices over those of the step before it is divided; None where neither is known.
+
+        `program` is the compiled training step for such a batch; the step is traced again.
+        """
+        mesh = mesh_of(batch, self.mesh) or self.mesh
+        with jax.set_mesh(mesh):
+            whole = traced_flops(self.train.trace(self.state, self.hparams, batch).jaxpr)
+        here = program_cost(program.as_text(), [device.process_index for device in mesh.devices.flat]).flops
+        return here * mesh.size / whole if here and whole else None
 
     def try_loss(self, batch: Any) -> None:
         """Trace the loss once, without computing it. What the model or the loss function raises passes."""
@@ -264,8 +270,16 @@ class ShardedSteps(Steps):
         del program, batch
 
     def check_model_state(self, batch: Any) -> None:
-        """Raises UserError where a call of the model changes what has no mean over the shards."""
-        check_own_state(self.programs, self.state, self.hparams, batch, self.mesh)
+        """Raises UserError where a call of the model changes what has no mean over the shards; traces one of them.
+
+        Its rows are whole: models of the user's own have no others.
+        """
+        rows = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // self.layout.count, *leaf.shape[1:]), leaf.dtype), batch
+        )
+        args = *shapes_of((self.state.params, self.state.rest, self.hparams)), rows
+        with jax.set_mesh(_first_device(self.mesh)):
+            jax.eval_shape(self.programs.sums, *args, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def make_steps(
