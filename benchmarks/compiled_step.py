@@ -69,7 +69,6 @@ def _ours(devices: Any, rows: int, length: int, fields: dict[str, Any]) -> tuple
     from roxxel_dist.cluster.mesh import batch_sharding
     from roxxel_dist.input.stream import Stream
     from roxxel_dist.run.components import build_components, open_corpus
-    from roxxel_dist.run.estimate.abstract_steps import Steps
     from roxxel_dist.settings.config import Config
 
     phase = {"steps": 1, "batch_size": rows, "seq_len": length} | fields.pop("phase", {})
@@ -81,11 +80,11 @@ def _ours(devices: Any, rows: int, length: int, fields: dict[str, Any]) -> tuple
         with open_corpus(config, path, Path(folder, "data")) as data:
             components = build_components(config, data, devices=devices)
             mesh = components.mesh(len({device.process_index for device in devices}))
-            steps = Steps.of(components, mesh, 1)
+            steps = components.steps(mesh, 1)
             plan = components.curriculum.plan(0)
             sharding = batch_sharding(mesh)
             batch = Stream(plan, components.curriculum.datasets, sharding, 0, components.grad_accum).abstract()
-    return mesh, steps.train(), steps.training_args(batch)
+    return mesh, steps.train, steps.training_args(batch)
 
 
 def _plain(devices: Any, rows: int, length: int, fields: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:

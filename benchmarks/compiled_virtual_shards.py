@@ -36,7 +36,6 @@ def simulated(shards: int, folder: Path) -> dict[str, Any]:
     from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
     from roxxel_dist.input.stream import Stream
     from roxxel_dist.run.components import build_components, open_corpus
-    from roxxel_dist.run.estimate.abstract_steps import Steps
     from roxxel_dist.run.estimate.exact_cost import measure_exact
     from roxxel_dist.run.estimate.target_steps import TargetCompiler
 
@@ -52,14 +51,13 @@ def simulated(shards: int, folder: Path) -> dict[str, Any]:
     with open_corpus(config, folder / "tokens.npy", folder / "data") as data:
         components = build_components(config, data)
         mesh, plan = components.mesh(), components.curriculum.plan(0)
-        steps = Steps.of(components, mesh, plan.total_steps)
+        steps = components.steps(mesh, plan.total_steps)
         batch = Stream(plan, components.curriculum.datasets, batch_sharding(mesh), 0).abstract()
     args = steps.training_args(batch)
     if shards:
-        step, _ = steps.exact()
-        return vars(measure_exact(Simulated(), "step", step, step, args, 0.0)[0])
+        return vars(measure_exact(Simulated(), "step", steps.train, steps.train, args, 0.0)[0])
     with jax.set_mesh(mesh):
-        return vars(Simulated().measure("step", mesh, steps.train(), args, 0.0)[0])
+        return vars(Simulated().measure("step", mesh, steps.train, args, 0.0)[0])
 
 
 def here(folder: Path, shards: int) -> dict[str, Any]:

@@ -101,24 +101,24 @@ def step_of(devices: int, rows: int, length: int, fields: Mapping[str, Any]) -> 
     import jax
     import numpy as np
 
-    from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
+    from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
     from roxxel_dist.model.config import ModelConfig
     from roxxel_dist.model.loss import token_losses
     from roxxel_dist.model.transformer import TransformerBuilder
     from roxxel_dist.train.step.compile import AotCompiler
-    from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
-    from roxxel_dist.train.step.state import init_state
-    from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
+    from roxxel_dist.train.step.optimizer import NamedOptimizer, OptimizerConfig
+    from roxxel_dist.train.step.step import SPIKE_FACTOR
+    from roxxel_dist.train.steps import StepOptions, make_steps
 
     mesh, optimizer = make_mesh(devices), NamedOptimizer(OptimizerConfig(lr=1e-3, warmup_steps=0))
     builder = TransformerBuilder(ModelConfig(**CPU_MODEL | fields), 0, 1)
-    split, state, hparams = init_state(builder, InitialState(optimizer), mesh, fsdp=False, dtype=None)
-    hparams = {**hparams, **scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})}
-    sharding = batch_sharding(mesh)
+    numbers = {**optimizer.settings(100), SPIKE_FACTOR: 0.0}
+    steps = make_steps(builder, token_losses, optimizer, mesh, StepOptions(), numbers)
+    state, hparams = steps.init()
     tokens = np.random.default_rng(0).integers(0, CPU_MODEL["vocab_size"], (rows, length)).astype(np.int32)
-    batch = jax.device_put(tokens, fit_sharding(sharding, tokens.shape))
-    step, compiler = make_step(split, token_losses, optimizer, state, sharding), AotCompiler(mesh)
-    compiler.prepare("step", step, state, hparams, batch)
+    batch = jax.device_put(tokens, fit_sharding(steps.sharding, tokens.shape))
+    compiler = AotCompiler(mesh)
+    compiler.prepare("step", steps.train, state, hparams, batch)
     program = compiler.get("step")
     compiler.close()
     return program, (state, hparams, batch)

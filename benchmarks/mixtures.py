@@ -154,12 +154,9 @@ class Recorder:
         from roxxel_dist.data.dataset import Roxxel
         from roxxel_dist.run.components import build_components
         from roxxel_dist.settings.config import Config
-        from roxxel_dist.settings.training import LoopOptions
         from roxxel_dist.train.evaluator import Validation
         from roxxel_dist.train.step.compile import AotCompiler
-        from roxxel_dist.train.step.optimizer import InitialState
-        from roxxel_dist.train.step.state import init_state
-        from roxxel_dist.train.step.step import loop_numbers, make_eval_step, make_step
+        from roxxel_dist.train.steps import Steps
         from roxxel_dist.train.validation_rows import ValidationRows
 
         self.times, self.passes = times, passes
@@ -173,23 +170,20 @@ class Recorder:
         self.sharding: Any = batch_sharding(mesh)
         self.compiler: AotCompiler = AotCompiler(mesh)
 
-        def begin(seed: int) -> Any:
-            build = build_components(dataclasses.replace(self.config, seed=seed), self.data).build
-            return init_state(build, InitialState(parts.optimizer), mesh)
+        def steps_of(seed: int) -> Steps:
+            parts = build_components(dataclasses.replace(self.config, seed=seed), self.data)
+            return parts.steps(mesh, sum(PHASES) * times)
 
         @cache
         def start(seed: int) -> Any:
-            return jax.device_get(begin(seed)[1])
+            return jax.device_get(steps_of(seed).init()[0])
 
         self.start: Callable[[int], Any] = start
         """The state before the first step, by seed."""
-        split, self.state, hparams = begin(0)
-        numbers = parts.optimizer.settings(sum(PHASES) * times) | loop_numbers(LoopOptions())
-        from roxxel_dist.cluster.mesh import scalars_on
-
-        self.hparams: Any = {**hparams, **scalars_on(mesh, numbers)}
-        self.step: Any = make_step(split, parts.loss, parts.optimizer, self.state, self.sharding)
-        evaluate = make_eval_step(split, parts.loss)
+        steps = steps_of(0)
+        self.state, self.hparams = steps.init()
+        self.step: Any = steps.train
+        evaluate = steps.evaluate()
         self.validation: Validation = Validation(
             parts.validation,
             self.data,

@@ -40,14 +40,13 @@ def taking_turns(tokens: Path, shards: int, turns: int, *, fsdp: bool) -> dict[s
     from roxxel_dist import Config, Roxxel
     from roxxel_dist.cluster.determinism import pin_for_shards
     from roxxel_dist.cluster.distributed import initialize
-    from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
+    from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
     from roxxel_dist.input.stream import Stream
     from roxxel_dist.run.components import build_components
-    from roxxel_dist.train.exact.step import init_exact_state, make_sharded_steps
-    from roxxel_dist.train.step.compile import AotCompiler, abstract
-    from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
-    from roxxel_dist.train.step.state import init_state
-    from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
+    from roxxel_dist.train.step.compile import AotCompiler
+    from roxxel_dist.train.step.optimizer import as_optimizer
+    from roxxel_dist.train.step.step import SPIKE_FACTOR
+    from roxxel_dist.train.steps import StepOptions, make_steps
 
     pin_for_shards(shards)
     initialize()
@@ -56,16 +55,13 @@ def taking_turns(tokens: Path, shards: int, turns: int, *, fsdp: bool) -> dict[s
     sharding, compiler = batch_sharding(mesh), AotCompiler(mesh)
     stream = iter(Stream(parts.curriculum.plan(0), parts.curriculum.datasets, sharding, 0))
     kinds: list[Any] = []
-    for init in (init_state, init_exact_state):
-        more = {"shards": shards} if init is init_exact_state else {}
-        split, state, hparams = init(parts.build, InitialState(optimizer), mesh, fsdp=fsdp, **more)
-        numbers = optimizer.settings(CONFIG["phases"][0]["steps"]) | {SPIKE_FACTOR: 0.0}
-        hparams = {**hparams, **scalars_on(mesh, numbers)}
-        step: Any = make_step(split, parts.loss, optimizer, abstract(state), sharding)
-        if init is init_exact_state:
-            step = make_sharded_steps(split, parts.loss, optimizer, sharding, shards=shards)[0]
-        compiler.prepare(init.__name__, step, state, hparams, next(stream))
-        kinds.append([compiler.get_together(init.__name__), state, hparams])
+    numbers = optimizer.settings(CONFIG["phases"][0]["steps"]) | {SPIKE_FACTOR: 0.0}
+    for count in (0, shards):
+        options = StepOptions(fsdp=fsdp, virtual_shards=count)
+        steps = make_steps(parts.build, parts.loss, optimizer, mesh, options, numbers)
+        state, hparams = steps.init()
+        compiler.prepare(count, steps.train, state, hparams, next(stream))
+        kinds.append([compiler.get_together(count), state, hparams])
     times: dict[str, list[list[float]]] = {name: [[], []] for name in ("wall", "cpu", "dispatch")}
     for turn in range(turns):
         for kind in (0, 1) if turn % 2 else (1, 0):

@@ -20,7 +20,6 @@ import numpy as np
 from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_threads
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import scalars_on
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import Parametrization
 from roxxel_dist.model.transformer import Transformer
@@ -28,9 +27,9 @@ from roxxel_dist.run.components import build_components, open_corpus, temporary_
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.lr_finder import AT_THE_PEAK, sweep_stream
-from roxxel_dist.train.step.optimizer import LONG, InitialState
-from roxxel_dist.train.step.state import init_state
-from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
+from roxxel_dist.train.step.optimizer import LONG
+from roxxel_dist.train.step.step import SPIKE_FACTOR
+from roxxel_dist.train.steps import StepOptions, make_steps
 from roxxel_dist.utils.display import aligned, figure
 
 FACTORS = (1, 2, 4, 8)
@@ -95,15 +94,16 @@ def _changes(config: Config, data: Roxxel) -> dict[str, float]:
     stream = sweep_stream(components.curriculum, STEPS, config.seed, mesh, components.grad_accum)
     optimizer, sharding = components.optimizer, stream.sharding
     assert sharding is not None
-    split, state, hparams = init_state(components.build, InitialState(optimizer), mesh, fsdp=False, dtype=None)
-    hparams |= scalars_on(mesh, {**optimizer.settings(LONG), **AT_THE_PEAK, SPIKE_FACTOR: 0.0})
-    step = make_step(split, components.loss, optimizer, state, sharding, grad_accum=components.grad_accum)
+    settings = {**optimizer.settings(LONG), **AT_THE_PEAK, SPIKE_FACTOR: 0.0}
+    options = StepOptions(grad_accum=components.grad_accum)
+    steps = make_steps(components.build, components.loss, optimizer, sharding, options, settings)
+    state, hparams = steps.init()
 
     places: list[str] = []
 
     @jax.jit
     def activations(state: Any, hparams: Any, batch: Any) -> list[jax.Array]:
-        model = split.merge(state.params, state.rest, hparams, training=False)
+        model = steps.split.merge(state.params, state.rest, hparams, training=False)
         places[:], arrays = zip(*_places(model, jax.tree.leaves(batch)[0][:, :-1]), strict=True)
         return list(arrays)
 
@@ -111,7 +111,7 @@ def _changes(config: Config, data: Roxxel) -> dict[str, float]:
         first = next(stream)
         before = activations(state, hparams, first)
         for batch in (first, *(next(stream) for _ in range(STEPS - 1))):
-            state, _ = step(state, hparams, batch)
+            state, _ = steps.train(state, hparams, batch)
         after = activations(state, hparams, first)
         changes = [float(jnp.sqrt(jnp.mean((new - old) ** 2))) for old, new in zip(before, after, strict=True)]
     return dict(zip(places, changes, strict=True))

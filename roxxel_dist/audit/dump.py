@@ -11,8 +11,6 @@ from roxxel_dist.audit.record import RunRecord
 from roxxel_dist.audit.replay import Interval, Watch, loop_of
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.input.stream import Stream
-from roxxel_dist.model.split import split_module
-from roxxel_dist.train.step.step import measure
 from roxxel_dist.utils.display import aligned
 
 SHOWN = 12
@@ -33,17 +31,11 @@ def dump(run: RunRecord, interval: Interval, folder: str | Path) -> str:
         if step - 1 > interval.start:
             loop.position.last_step = step - 1
             loop.run()
-        model, plan = loop.state.local_model(), loop.position.plan
+        steps, plan = loop.position.steps, loop.position.plan
+        params, rest, hparams = loop.state.local_leaves(loop.state.params)
         rows = plan.rows(step - 1)
         batch = Stream(plan, components.curriculum.datasets, None, step - 1).batch(step - 1)
-        dtype = jnp.bfloat16 if components.options.bf16_compute else None
-    split, params, rest, hparams = split_module(model)
-
-    def loss_of(params: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        loss = measure(components.loss, split.merge(params, rest, hparams, training=True, dtype=dtype), batch)
-        return loss.minimized, jnp.float32(loss.loss)
-
-    (_, loss), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+        loss, grads = steps.gradient(params, rest, hparams, batch)
     norms = {name: np.asarray(jnp.linalg.norm(jnp.float32(grad).reshape(-1))) for name, grad in grads.items()}
     tokens = np.asarray(jax.tree.leaves(batch)[0])
     arrays = {"tokens": tokens, "dataset": rows.dataset, "offset": rows.offset, "loss": np.asarray(loss)}

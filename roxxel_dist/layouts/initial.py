@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
@@ -16,7 +15,8 @@ from roxxel_dist.layouts.compare import INITIAL, Difference, ratio_and_angle, sh
 from roxxel_dist.layouts.device_count import devices_of
 from roxxel_dist.layouts.layout import Layout
 from roxxel_dist.layouts.reference import norm, wide
-from roxxel_dist.train.step.state import init_state
+from roxxel_dist.model.split import trace_module
+from roxxel_dist.train.step.state import StateBuilder
 
 NEAR = 1e-5
 """Of the norm of a parameter: more than rounding, and less than any other numbers."""
@@ -60,8 +60,8 @@ def _difference(what: str, here: np.ndarray, there: np.ndarray) -> Difference:
 
 
 def _trace(build: Callable[[], nnx.Module], layout: Layout) -> ClosedJaxpr:
-    with jax.set_mesh(layout.mesh), devices_of(layout.mesh), nnx.use_eager_sharding(False):
-        return jax.make_jaxpr(lambda: nnx.state(build()))()
+    with devices_of(layout.mesh):
+        return trace_module(build, layout.mesh).jaxpr
 
 
 def _same(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
@@ -70,5 +70,5 @@ def _same(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
 
 def _values(build: Callable[[], nnx.Module], layout: Layout) -> dict[str, Any]:
     with devices_of(layout.mesh):
-        _, state, _ = init_state(build, lambda params: (), layout.mesh)
+        state, _ = StateBuilder.of_model(build, lambda params: {}, layout.mesh).build()
     return {name: wide(np.asarray(leaf)) for name, leaf in state.params.items()}

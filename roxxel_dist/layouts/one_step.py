@@ -21,13 +21,13 @@ from roxxel_dist.cluster.xla_flags import RUN_ONCE
 from roxxel_dist.layouts.device_count import devices_of
 from roxxel_dist.layouts.layout import Layout, everywhere
 from roxxel_dist.layouts.noise import counted_keys, drawn, forget, is_key, other_kinds, with_noise, wrap
-from roxxel_dist.model.split import ModuleSplit
+from roxxel_dist.model.loss import token_losses
 from roxxel_dist.train.exact.layout import DeviceStates
-from roxxel_dist.train.exact.step import make_sharded_steps
 from roxxel_dist.train.step.compile import Composite, mesh_of
-from roxxel_dist.train.step.optimizer import FixedOptimizer, InitialState
-from roxxel_dist.train.step.state import TrainState, abstract_state, init_state
-from roxxel_dist.train.step.step import SPIKE_FACTOR, LossFn, make_step
+from roxxel_dist.train.step.optimizer import FixedOptimizer
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import SPIKE_FACTOR, LossFn
+from roxxel_dist.train.steps import StepOptions, Steps, make_steps
 
 Arrays = dict[str, np.ndarray]
 LOSS, SCALAR, ROWS, GRADIENT, STATE = "loss", "scalar ", "loss of each row", "gradient of ", "state "
@@ -84,7 +84,8 @@ def initial_weights(model: nnx.Module | Callable[[], nnx.Module], layout: Layout
     A parameter whose elements are all the same gets some noise (`JITTER`).
     """
     with devices_of(layout.mesh):
-        split, state, hparams = init_state(model, InitialState(_keep_gradient()), layout.mesh)
+        steps = _steps(model, token_losses, layout)
+        state, hparams = steps.init()
     rng, params = np.random.default_rng(0), {}
     for name, leaf in state.params.items():
         value = np.array(leaf, np.float32 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
@@ -98,8 +99,8 @@ def initial_weights(model: nnx.Module | Callable[[], nnx.Module], layout: Layout
         params[name] = value
     keys = counted_keys(state.rest)
     rest = {name: keys[name] if name in keys else np.array(leaf) for name, leaf in state.rest.items()}
-    numbers = {name: np.array(leaf) for name, leaf in hparams.items()} | {SPIKE_FACTOR: np.zeros((), np.float32)}
-    streams = split.rest.streams | frozenset(keys)
+    numbers = {name: np.array(leaf) for name, leaf in hparams.items()}
+    streams = steps.split.rest.streams | frozenset(keys)
     return Weights(
         params=params,
         rest=rest,
@@ -139,14 +140,12 @@ class StepProgram:
             batch: one array, or several as a `Packed`.
             wide: in float64, which must be enabled.
         """
-        optimizer, build = _keep_gradient(), buildable(model)
         dtype, placed = jnp.float64 if wide else jnp.float32, _placed_batch(layout, batch)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed)
         with devices_of(layout.mesh):
-            split, state, _ = abstract_state(build, InitialState(optimizer), layout.mesh, fsdp=layout.fsdp, dtype=dtype)
-            state, hparams = _as_given(state, layout, weights, wide=wide)
-            step = _step(split, loss_fn, optimizer, state, layout)
-            program = compile_step(step, (state, hparams, shapes), layout.mesh)
+            steps = _steps(model, loss_fn, layout, dtype)
+            state, hparams = _as_given(steps.state, layout, weights, wide=wide)
+            program = compile_step(steps.train, (state, hparams, shapes), layout.mesh)
         return cls(layout, state, hparams, placed, program, weights)
 
     @property
@@ -187,14 +186,6 @@ class StepProgram:
         return _outcome(state, metrics, self.weights)
 
 
-def buildable(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[], nnx.Module]:
-    """A function that gives the module, or a copy of it."""
-    if not isinstance(model, nnx.Module):
-        return model
-    parts = nnx.split(model)
-    return lambda: nnx.merge(*parts)
-
-
 def _as_given(
     state: TrainState, layout: Layout, weights: Weights, *, wide: bool
 ) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
@@ -224,10 +215,11 @@ def _placed_batch(layout: Layout, batch: Any) -> Any:
     return jax.tree.map(place, batch)
 
 
-def _step(split: ModuleSplit, loss_fn: LossFn, optimizer: Any, state: TrainState, layout: Layout) -> Any:
-    if layout.virtual_shards:
-        return make_sharded_steps(split, loss_fn, optimizer, layout.sharding, shards=layout.virtual_shards)[0]
-    return make_step(split, loss_fn, optimizer, state, layout.sharding, grad_accum=layout.grad_accum)
+def _steps(model: Any, loss_fn: LossFn, layout: Layout, dtype: Any = None) -> Steps:
+    options = StepOptions(
+        grad_accum=layout.grad_accum, fsdp=layout.fsdp, dtype=dtype, virtual_shards=layout.virtual_shards
+    )
+    return make_steps(model, loss_fn, _keep_gradient(), layout.sharding, options, {SPIKE_FACTOR: 0.0})
 
 
 class Compiling:

@@ -5,20 +5,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from roxxel_dist.layouts.device_count import devices_of
 from roxxel_dist.layouts.layout import Layout
-from roxxel_dist.layouts.one_step import Weights, buildable
-from roxxel_dist.model.split import Leaves, split_module
+from roxxel_dist.layouts.one_step import Weights
+from roxxel_dist.model.split import Leaves
+from roxxel_dist.train.step.state import StateBuilder
 from roxxel_dist.train.step.step import LossFn, measure
 
 
 def loss_jaxpr(model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any) -> Any:
     """The jaxpr of the minimized loss; its first inputs are named by `first_inputs`."""
     with jax.set_mesh(layout.mesh), devices_of(layout.mesh):
-        module = nnx.eval_shape(buildable(model))
-        split, _, rest, _ = split_module(module)
+        builder = StateBuilder.of_model(model, lambda params: {}, layout.mesh)
+        split, rest = builder.split, builder.shapes[0].rest
 
         def loss_of(params: Leaves, rest: Leaves, hparams: Leaves, batch: Any) -> jax.Array:
             return measure(loss_fn, split.merge(params, rest, hparams, training=True), batch).minimized

@@ -15,10 +15,10 @@ from flax import nnx
 from roxxel_dist.layouts.compare import UPDATE, Difference, compared
 from roxxel_dist.layouts.device_count import devices_of
 from roxxel_dist.layouts.layout import Layout, everywhere
-from roxxel_dist.layouts.one_step import Arrays, Outcome, Weights, buildable, compile_step, copies_of
+from roxxel_dist.layouts.one_step import Arrays, Outcome, Weights, compile_step, copies_of
 from roxxel_dist.layouts.reference import SAMPLES, Reference, moved, of_samples
-from roxxel_dist.train.step.optimizer import InitialState, Optimizer, for_model, updates_of
-from roxxel_dist.train.step.state import abstract_state
+from roxxel_dist.train.step.optimizer import Optimizer, for_model, updates_of
+from roxxel_dist.train.step.state import StateBuilder
 
 UNIT = 2.0**-24
 
@@ -57,10 +57,8 @@ def _program(
     model: Any, optimizer: Optimizer, layout: Layout, weights: Weights, steps: int
 ) -> Callable[[Mapping[str, np.ndarray]], Outcome]:
     with devices_of(layout.mesh):
-        split, state, _ = abstract_state(
-            buildable(model), InitialState(optimizer), layout.mesh, fsdp=layout.fsdp, dtype=jnp.float32
-        )
-    own, params = for_model(optimizer, split.params.matrices), state.params
+        builder = StateBuilder.of_model(model, lambda params: {}, layout.mesh, fsdp=layout.fsdp, dtype=jnp.float32)
+    own, params = for_model(optimizer, builder.split.params.matrices), builder.shapes[0].params
 
     def update(params: Any, gradient: Any, numbers: Any) -> Any:
         transformation = own.build(numbers, steps // 2)

@@ -50,71 +50,93 @@ MOST_PADDING = 17 / 16
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How the tokens of a row lie on the devices along "tokens"."""
+class RowCut:
+    """How the tokens of a row are cut into parts: of the devices along "tokens", or of virtual shards."""
 
-    devices: int
+    parts: int
+    """Of a row."""
     blocks: int
-    """Of each device."""
+    """Of each part."""
     size: int
     """Tokens of a block."""
-    halo: int | None
-    """Blocks before its own that a device needs for its window; None: all blocks of a row."""
+    halo: int | None = None
+    """Blocks before its own that a part needs for its window; None: all blocks of a row, and the part i has the blocks
+    of the pieces i and 2 t - 1 - i of the 2 t pieces of the row."""
 
     @classmethod
-    def of_lanes(cls, devices: int, length: int, window: int | None) -> "Cut":
+    def of_lanes(cls, parts: int, length: int, window: int | None) -> "RowCut":
         """The same in blocks that splash attention takes: each device has a multiple of 128 tokens, or of 256."""
         if window is not None:
-            here = -(-length // devices // LANES) * LANES
+            here = -(-length // parts // LANES) * LANES
             size = splash_block(here)
             halo = -(-(window - 1) // size)
-            if halo < (devices - 1) * (here // size):
-                return cls(devices, here // size, size, halo)
-        half = -(-length // (2 * devices) // LANES) * LANES
+            if halo < (parts - 1) * (here // size):
+                return cls(parts, here // size, size, halo)
+        half = -(-length // (2 * parts) // LANES) * LANES
         size = splash_block(half)
-        return cls(devices, 2 * half // size, size, None)
+        return cls(parts, 2 * half // size, size, None)
 
     @classmethod
-    def of_pairs(cls, devices: int, length: int, window: int | None, *, packed: bool) -> "Cut":
+    def of_pairs(cls, parts: int, length: int, window: int | None, *, packed: bool) -> "RowCut":
         """The same in blocks for cuDNN, a multiple of 128 tokens: the largest ones that a bias allows, or that need
         none."""
         largest = block_of(window, LARGEST_BLOCK)
         if window is not None:
-            blocks, size = _pieces(-(-length // devices), largest)
+            blocks, size = _pieces(-(-length // parts), largest)
             halo = -(-(window - 1) // size)
-            if halo < (devices - 1) * blocks:
-                return cls(devices, blocks, size, halo)
-        half = -(-length // (2 * devices))
+            if halo < (parts - 1) * blocks:
+                return cls(parts, blocks, size, halo)
+        half = -(-length // (2 * parts))
         blocks, size = _pieces(half, largest if packed or window is not None else half)
-        return cls(devices, 2 * blocks, size, None)
+        return cls(parts, 2 * blocks, size, None)
 
     @property
     def tokens(self) -> int:
         """Of a row, with padding at its end: causality hides it."""
-        return self.of_row * self.size
+        return self.row_blocks * self.size
 
     @property
-    def of_row(self) -> int:
+    def row_blocks(self) -> int:
         """Blocks of a row."""
-        return self.devices * self.blocks
+        return self.parts * self.blocks
 
     @classmethod
-    def of(cls, devices: int, length: int, window: int | None, *, by_place: bool = True) -> "Cut":
+    def of_length(cls, parts: int, length: int, window: int | None, *, by_place: bool = True) -> "RowCut":
         """For rows of `length` tokens: as little padding as blocks of at most `block_of` tokens need.
 
-        `by_place`: a window is one of places in the row, not of positions, so it is known which devices have its keys.
+        `by_place`: a window is one of places in the row, not of positions, so it is known which parts have its keys.
         """
         largest = block_of(window)
         if window is not None and by_place:
-            each = -(-length // devices)
+            each = -(-length // parts)
             blocks = -(-each // largest)
             size = -(-each // blocks)
             halo = -(-(window - 1) // size)
-            if halo < (devices - 1) * blocks:
-                return cls(devices, blocks, size, halo)
-        each = -(-length // (2 * devices))
+            if halo < (parts - 1) * blocks:
+                return cls(parts, blocks, size, halo)
+        each = -(-length // (2 * parts))
         half = -(-each // largest)
-        return cls(devices, 2 * half, -(-each // half), None)
+        return cls(parts, 2 * half, -(-each // half), None)
+
+    def numbers(self, part: Any) -> jax.Array:
+        """int32[blocks]: which blocks of its row a part has; parts may be numbered through all rows of a batch."""
+        first, each = part % self.parts, jnp.arange(self.blocks // 2)
+        last = 2 * self.parts - 1 - first
+        return jnp.concatenate([first * each.size + each, last * each.size + each])
+
+    @property
+    def of_parts(self) -> np.ndarray:
+        """int[row_blocks]: which blocks the parts have, one part after the other."""
+        numbers = np.arange(self.row_blocks)
+        if self.halo is not None:
+            return numbers
+        pieces = numbers.reshape(2 * self.parts, -1)
+        return np.stack([pieces[: self.parts], pieces[: self.parts - 1 : -1]], axis=1).reshape(-1)
+
+    @property
+    def places(self) -> np.ndarray:
+        """int[row_blocks]: the place of each block of a row where its parts lie one behind the other."""
+        return np.argsort(self.of_parts)
 
     def order(self, x: jax.Array) -> jax.Array:
         """This device's part of a row, [B, tokens, ...], as the queries that it computes on; see `restore`.
@@ -146,8 +168,8 @@ class Cut:
     @property
     def _places(self) -> tuple[list[int], list[int]]:
         """The device that computes on the segments 2 d, and on the segments 2 d + 1, for each device d."""
-        last = 2 * self.devices - 1
-        return tuple([min(s, last - s) for s in range(first, 2 * self.devices, 2)] for first in (0, 1))  # pyright: ignore[reportReturnType]
+        last = 2 * self.parts - 1
+        return tuple([min(s, last - s) for s in range(first, 2 * self.parts, 2)] for first in (0, 1))  # pyright: ignore[reportReturnType]
 
     def gather(self, x: jax.Array, *, in_blocks: bool = False) -> jax.Array:
         """[B, tokens, ...] of a device to those of a whole row; with a halo, of it and the own ones.
@@ -161,7 +183,7 @@ class Cut:
         for shift in range(1, -(-self.halo // self.blocks) + 1):  # from the neighbours before
             take = min(left, self.blocks) * unit
             left -= self.blocks
-            pairs = [(i, i + shift) for i in range(self.devices - shift)]  # the first devices get zeros
+            pairs = [(i, i + shift) for i in range(self.parts - shift)]  # the first devices get zeros
             own = jax.lax.slice_in_dim(x, x.shape[axis] - take, None, axis=axis)
             parts.insert(0, jax.lax.ppermute(own, TOKENS, pairs))
         return jnp.concatenate(parts, axis=axis)
@@ -194,9 +216,7 @@ class Cut:
         device = jax.lax.axis_index(TOKENS)
         every = jax.tree.map(lambda x: self.split(x[..., None])[..., 0], labels)
         if self.halo is None:
-            half = jnp.arange(self.blocks // 2)
-            last = 2 * self.devices - 1 - device
-            number = jnp.concatenate([device * half.size + half, last * half.size + half])
+            number = self.numbers(device)
             return Blocks.between(number, self.size, window, jax.tree.map(lambda x: x[number], every), every)
         halo, number = self.halo, self.halo + jnp.arange(self.blocks)
         start = device * self.blocks  # of the row
@@ -208,12 +228,8 @@ class Cut:
 
     @property
     def queries(self) -> np.ndarray:
-        """int32[tokens]: the places of the tokens that the devices, one after the other, have as `order` gives them."""
-        places = np.arange(self.tokens, dtype=np.int32)
-        if self.halo is not None:
-            return places
-        halves = places.reshape(2 * self.devices, -1)
-        return np.stack([halves[: self.devices], halves[: self.devices - 1 : -1]], axis=1).reshape(-1)
+        """int32[tokens]: the places of the tokens that the parts, one after the other, have as `order` gives them."""
+        return np.arange(self.tokens, dtype=np.int32).reshape(-1, self.size)[self.of_parts].reshape(-1)
 
 
 def _pieces(tokens: int, largest: int) -> tuple[int, int]:
@@ -245,13 +261,13 @@ def cut_attention(
     rows = row_axes(mesh) if TOKENS not in row_axes(mesh) and batch % row_shards(mesh) == 0 else None
     shared = TENSOR if together > 1 and groups % together == 0 else None
     if kernel == "cudnn":
-        cut = Cut.of_pairs(devices, length, window, packed=labels.segments is not None)
+        cut = RowCut.of_pairs(devices, length, window, packed=labels.segments is not None)
     else:
-        cut = Cut.of_lanes(devices, length, window)
+        cut = RowCut.of_lanes(devices, length, window)
     if labels.positions is not None or cut.tokens > MOST_PADDING * length:
         kernel = "xla"
     if kernel == "xla":
-        cut = Cut.of(devices, length, window, by_place=labels.positions is None)
+        cut = RowCut.of_length(devices, length, window, by_place=labels.positions is None)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, _: Any) -> jax.Array:
         if kernel == "cudnn":
@@ -276,7 +292,7 @@ def cut_attention(
     return out[:, :length]
 
 
-def splash_program(cut: Cut, heads: int, window: int | None, cap: float | None = None, *, interpret: bool) -> Any:
+def splash_program(cut: RowCut, heads: int, window: int | None, cap: float | None = None, *, interpret: bool) -> Any:
     """Splash attention of each device's queries among the keys that it gathers, with a table of the blocks it needs."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -293,7 +309,7 @@ def splash_program(cut: Cut, heads: int, window: int | None, cap: float | None =
         splash.MultiHeadMask([mask] * heads),
         block_sizes=sizes,
         head_shards=1,
-        q_seq_shards=cut.devices if cut.halo is None else 1,
+        q_seq_shards=cut.parts if cut.halo is None else 1,
         attn_logits_soft_cap=cap,
         residual_checkpoint_name=RESIDUALS,
         interpret=interpret,
@@ -307,7 +323,7 @@ def _local_splash(
     labels: Labels,
     program: Any,
     *,
-    cut: Cut,
+    cut: RowCut,
     window: int | None,
     scale: float,
 ) -> jax.Array:
@@ -336,39 +352,53 @@ def _local_splash(
 class Form(NamedTuple):
     """How one device computes: the form of its blocks, and the two passes."""
 
-    split: Callable[[Cut, jax.Array], jax.Array]
+    split: Callable[[RowCut, jax.Array], jax.Array]
     """A device's part of rows, [B, tokens, ...], to blocks, the first axis."""
-    join: Callable[[Cut, jax.Array], jax.Array]
+    join: Callable[[RowCut, jax.Array], jax.Array]
     """The inverse of `split`."""
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
-BLOCKED = Form(Cut.split, Cut.join, blocked_forward, blocked_backward)
+BLOCKED = Form(RowCut.split, RowCut.join, blocked_forward, blocked_backward)
 """By XLA: queries [B, tokens, G, H / G, K]."""
-PAIRS = Form(Cut.split_rows, Cut.join_rows, pairs_forward, pairs_backward)
+PAIRS = Form(RowCut.split_rows, RowCut.join_rows, pairs_forward, pairs_backward)
 """By cuDNN: queries [B, tokens, H, K], as many channels as values."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def _local(
-    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scores: Scores, form: Form
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    labels: Labels,
+    cut: RowCut,
+    window: int | None,
+    scores: Scores,
+    form: Form,
 ) -> jax.Array:
     """A device's part of `cut_attention`: queries as `form` has them, keys [B, tokens, G, K], all labels."""
     return _forward(q, k, v, labels, cut, window, scores, form)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scores: Scores, form: Form
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    labels: Labels,
+    cut: RowCut,
+    window: int | None,
+    scores: Scores,
+    form: Form,
 ) -> tuple[jax.Array, Any]:
     q = form.split(cut, cut.order(q))
     keys, values = (cut.gather(form.split(cut, x), in_blocks=True) for x in (k, v))
     at = cut.blocks_here(labels, window)
-    out, log_sums = checkpoint_name(form.forward(q, keys, values, at, cut.of_row, window, scores), RESIDUALS)
+    out, log_sums = checkpoint_name(form.forward(q, keys, values, at, cut.row_blocks, window, scores), RESIDUALS)
     return cut.restore(form.join(cut, out)), (q, k, v, labels, out, log_sums)
 
 
-def _backward(cut: Cut, window: int | None, scores: Scores, form: Form, kept: Any, d_out: jax.Array) -> Any:
+def _backward(cut: RowCut, window: int | None, scores: Scores, form: Form, kept: Any, d_out: jax.Array) -> Any:
     q, k, v, labels, out, log_sums = kept
     # Gathered again, not kept since the forward pass: XLA would take it for the same computation, and drops an
     # optimization barrier on some devices. So keys are those of this gradient: NaN where it is, as theirs would be.
@@ -376,7 +406,7 @@ def _backward(cut: Cut, window: int | None, scores: Scores, form: Form, kept: An
     k, v = (jnp.where(jnp.isnan(first), first.astype(x.dtype), x) for x in (k, v))
     keys, values = (cut.gather(form.split(cut, x), in_blocks=True) for x in (k, v))
     d_out, at = form.split(cut, cut.order(d_out)), cut.blocks_here(labels, window)
-    d_q, d_k, d_v = form.backward(q, keys, values, at, out, log_sums, d_out, cut.of_row, window, scores)
+    d_q, d_k, d_v = form.backward(q, keys, values, at, out, log_sums, d_out, cut.row_blocks, window, scores)
     own = (form.join(cut, cut.scatter(x)).astype(like.dtype) for x, like in ((d_k, k), (d_v, v)))
     return cut.restore(form.join(cut, d_q)), *own, None
 

@@ -6,6 +6,7 @@ one device (decode), with a cache of earlier tokens. Any other model reads the w
 The next token is the likeliest one (greedy), or drawn from the likeliest ones at a temperature.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -310,11 +311,16 @@ def _mesh_for(state: Any, rows: int, length: int) -> Mesh | None:
 
     All hold the whole model while they read.
     """
-    places = {device for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) for device in leaf.devices()}
+    places = _places(state)
     if length <= LONG_PROMPT or len(places) != 1:
         return None
     devices = jax.local_devices(backend=next(iter(places)).platform)
     return phase_mesh(make_mesh(devices=devices), rows) if len(devices) > 1 else None
+
+
+def _places(state: Any) -> set[Any]:
+    """The devices that a model lies on."""
+    return {device for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) for device in leaf.devices()}
 
 
 @partial(jax.jit, static_argnums=0)
@@ -357,7 +363,10 @@ def _uncached(
     length = len(prompt) + count
     window = np.zeros((1, min(limit, -(-length // WINDOW_STEP) * WINDOW_STEP)), np.int32)
     window[0, : len(prompt)] = prompt
-    out = _continue(graphdef, state, window, np.int32(len(prompt)), np.int32(count), inputs)
+    places = _places(state)
+    # A model of the user's own may name the axes of a mesh, as in training.
+    with jax.set_mesh(make_mesh(devices=[*places])) if len(places) == 1 else contextlib.nullcontext():
+        out = _continue(graphdef, state, window, np.int32(len(prompt)), np.int32(count), inputs)
     return np.asarray(out)[0, len(prompt) : length].tolist()
 
 

@@ -1,73 +1,36 @@
 """A row that is cut into shards of its tokens, and a block of a Transformer on one of these.
 
-A row of 2 S pieces has S shards: shard i has the pieces i and 2 S - 1 - i, which together attend to as many keys as
-those of any other shard. A shard is an array of N blocks of C tokens, [N, C, ...], of both pieces. Every function here
-is of one shard, for a program of one device.
+The cut is a `RowCut` without a halo, whose parts are the shards: each attends to as many keys as any other. A shard is
+an array of N blocks of C tokens, [N, C, ...], of both pieces. Every function here is of one shard, for a program of one
+device.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from roxxel_dist.cluster.step_parts import ATTENTION
-from roxxel_dist.model.attention_kernels import Blocks, Labels, block_of
+from roxxel_dist.model.attention_kernels import Blocks, Labels
+from roxxel_dist.model.cut_attention import RowCut
 from roxxel_dist.model.layers import DynamicScalar
 from roxxel_dist.model.transformer import Block
 
 
-@dataclass(frozen=True)
-class RowCut:
-    """How a row is cut into shards, pieces and blocks."""
+def in_blocks(cut: RowCut, x_L: jax.Array, *, repeat: bool = True) -> jax.Array:
+    """[L] numbers of the tokens of a row to [M, C], M blocks of C tokens; the last one is repeated at the end, so that
+    padding is like a token, or else it is 0."""
+    short = [(0, cut.tokens - x_L.shape[0])]
+    padded = jnp.pad(x_L, short, mode="edge") if repeat else jnp.pad(x_L, short)
+    return padded.reshape(cut.row_blocks, cut.size)
 
-    shards: int
-    """S, of a row."""
-    per_piece: int
-    """Blocks of a piece."""
-    size: int
-    """C, tokens of a block."""
-    window: int | None
-    """How many tokens a token attends to, itself included; None for all before it."""
 
-    @classmethod
-    def of(cls, shards: int, length: int, window: int | None) -> "RowCut":
-        """For rows of `length` inputs: blocks of at most `block_of` tokens, with as little padding as they need."""
-        tokens = -(-length // (2 * shards))
-        per_piece = -(-tokens // block_of(window))
-        return cls(shards, per_piece, -(-tokens // per_piece), window)
-
-    @property
-    def blocks(self) -> int:
-        """M, of a row."""
-        return 2 * self.shards * self.per_piece
-
-    def numbers(self, shard: Any) -> jax.Array:
-        """int32[N]: which blocks of its row a shard has. Shards are numbered through all rows of a batch."""
-        first, each = shard % self.shards, jnp.arange(self.per_piece)
-        last = 2 * self.shards - 1 - first
-        return jnp.concatenate([first * self.per_piece + each, last * self.per_piece + each])
-
-    @property
-    def places(self) -> np.ndarray:
-        """int[M]: the place of each block of a row where its shards lie one behind the other."""
-        pairs = [(shard, 2 * self.shards - 1 - shard) for shard in range(self.shards)]
-        return np.argsort((np.reshape(pairs, (-1, 1)) * self.per_piece + np.arange(self.per_piece)).reshape(-1))
-
-    def split(self, x_L: jax.Array, *, repeat: bool = True) -> jax.Array:
-        """[L] numbers of the tokens of a row to [M, C]; the last one is repeated at the end, so that padding is like a
-        token, or else it is 0."""
-        short = [(0, self.blocks * self.size - x_L.shape[0])]
-        padded = jnp.pad(x_L, short, mode="edge") if repeat else jnp.pad(x_L, short)
-        return padded.reshape(self.blocks, self.size)
-
-    def seen(self, shard: jax.Array, segments_MxC: jax.Array | None) -> Blocks:
-        """Which blocks of keys of its row each block of a shard attends to."""
-        numbers, of_k = self.numbers(shard), None if segments_MxC is None else segments_MxC[:, None]
-        of_q = None if of_k is None else of_k[numbers]
-        return Blocks.between(numbers, self.size, self.window, Labels(of_q), Labels(of_k))
+def keys_of_shard(cut: RowCut, shard: jax.Array, segments_MxC: jax.Array | None, window: int | None) -> Blocks:
+    """Which blocks of keys of its row each block of a shard attends to."""
+    numbers, of_k = cut.numbers(shard), None if segments_MxC is None else segments_MxC[:, None]
+    of_q = None if of_k is None else of_k[numbers]
+    return Blocks.between(numbers, cut.size, window, Labels(of_q), Labels(of_k))
 
 
 def only_block(blocks: Any) -> Block:

@@ -5,14 +5,16 @@ cost at the border of a jitted call, and are merged into a module again while tr
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from flax.errors import TraceContextError
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
@@ -145,6 +147,45 @@ def split_module(model: nnx.Module) -> tuple[ModuleSplit, Leaves, Leaves, Leaves
     (params, trained), (frozen, fixed), (hparams, numbers), (rest, others) = map(named_leaves, states)
     split = ModuleSplit(training, evaluating, params, frozen, rest, hparams, scales_of(twin))
     return split, trained, others, fixed | numbers
+
+
+@dataclass(frozen=True, eq=False)
+class TracedModule:
+    """A module that a function makes, traced once: nothing of it is computed until `compute` is called."""
+
+    split: ModuleSplit
+    shapes: dict[str, Any]
+    """Every leaf by name, as shape and type; weak types as in the trace."""
+    jaxpr: ClosedJaxpr
+    """Gives the leaves in the order of `shapes`."""
+
+    def compute(self, names: Sequence[str]) -> Leaves:
+        """The leaves with these names; to be called under `jax.jit`, which leaves out what others take."""
+        leaves = dict(zip(self.shapes, jaxpr_as_fun(self.jaxpr)(), strict=True))
+        return {name: leaves[name] for name in names}
+
+
+def trace_module(build: Callable[[], nnx.Module], mesh: Mesh) -> TracedModule:
+    """The module that `build` makes, traced: the one way in which every command meets a model that is yet to be made.
+
+    The `mesh` is set meanwhile: the module may use its axes. Raises TypeError where `build` gives no
+    module, and what it raises passes.
+    """
+
+    def split_state() -> Any:
+        try:
+            model = build()
+        except TraceContextError as error:
+            error.add_note("a callable that makes the model is traced: it must make its nnx.Rngs itself")
+            raise
+        if not isinstance(model, nnx.Module):
+            raise TypeError(f"model is a callable that returned a {type(model).__name__}: it must return an nnx.Module")
+        return nnx.split(model)
+
+    # NNX would place each variable as it is made, and fail at logical axes.
+    with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
+        closed, (graphdef, state) = jax.make_jaxpr(split_state, return_shape=True)()
+    return TracedModule(split_module(nnx.merge(graphdef, state))[0], named_leaves(state)[1], closed)
 
 
 def _split(model: nnx.Module) -> Any:

@@ -42,7 +42,8 @@ from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.step.optimizer import NamedOptimizer
-from roxxel_dist.train.step.step import LossFn
+from roxxel_dist.train.step.step import LossFn, loop_numbers
+from roxxel_dist.train.steps import StepOptions, Steps, make_steps
 from roxxel_dist.weights.base import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
 from roxxel_dist.weights.model import attention_kernel, model_builder, slower_attention
 
@@ -80,6 +81,15 @@ class RunComponents:
     def slower_attention(self) -> str:
         """See `roxxel_dist.weights.model.slower_attention`."""
         return slower_attention(self.config, self.curriculum.shapes, self.kernel, self.devices)
+
+    def steps(self, mesh: Mesh, total_steps: int) -> Steps:
+        """The programs of the run on a mesh, with a schedule of so many steps.
+
+        Raises ValueError where settings of the model or the optimizer are impossible.
+        """
+        settings = self.optimizer.settings(total_steps) | loop_numbers(self.options)
+        options = StepOptions.of_run(self.options, self.grad_accum)
+        return make_steps(self.build, self.loss, self.optimizer, mesh, options, settings)
 
     def mesh(self, processes: int | None = None) -> Mesh:
         """The devices of this run, shared by `processes` in order; default: the processes that are running.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointRange, CheckpointRef
@@ -17,7 +16,7 @@ from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import make_devices
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import NoShardsError, absolute, is_tokens
@@ -35,8 +34,9 @@ from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import Validation, summarize
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.train.step.compile import AotCompiler
-from roxxel_dist.train.step.state import TrainState, init_state
-from roxxel_dist.train.step.step import fetch, make_eval_step
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import fetch
+from roxxel_dist.train.steps import StepOptions, make_steps
 from roxxel_dist.train.task_scores import TaskScores, of_task
 from roxxel_dist.train.text_of_sets import TextOfSets, gives_nats, why_unknown
 from roxxel_dist.train.validation_rows import ValidationRows
@@ -87,7 +87,7 @@ def evaluate(
     """The validation of a run at a kept checkpoint, on all the processes this one belongs to.
 
     It uses the current config and data of the run. If these have not changed since the step, the same devices,
-    processes and versions give the logged numbers bit for bit.
+    processes and versions give the logged numbers bit for bit; with virtual shards any number of devices does.
 
     Args:
         run: RUN or RUN@STEP; without a step the newest checkpoint.
@@ -276,32 +276,26 @@ def _measures(
     compiler: AotCompiler,
 ) -> tuple[TrainState, dict[str, jax.Array], Validation, TaskScores]:
     """The abstract state, the inputs of every step, and what measures the data sets and the tasks."""
-    options, mesh = components.options, compiler.mesh
-    # Moments are not read: it takes the memory of the weights alone.
-    split, state, hparams = init_state(
-        components.build,
-        lambda params: {},
-        mesh,
-        fsdp=options.fsdp,
-        dtype=jnp.bfloat16 if options.use_bf16 else None,
-        restored=True,
-        load=None if base is None else functools.partial(load_base_params, base.at(options.init_from)),
-    )
-    dtype, sharding = jnp.bfloat16 if options.bf16_compute else None, batch_sharding(mesh)
-    train = components.curriculum.primary_streamer
+    # Without an optimizer moments are not read: it takes the memory of the weights alone.
+    options = StepOptions.of_run(components.options)
+    steps = make_steps(components.build, components.loss, None, compiler.mesh, options)
+    load = None if base is None else functools.partial(load_base_params, base.at(components.options.init_from))
+    state, hparams = steps.init(restored=True, load=load)
+    train, split = components.curriculum.primary_streamer, steps.split
     in_nats = gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False))
     text = TextOfSets.of(sets, train, known=in_nats)
     evaluator = Validation(
         sets,
         train,
-        make_eval_step(split, components.loss, dtype, text.end),
+        steps.evaluate(text.end),
         compiler,
-        sharding,
-        dataclasses.replace(rows, eval_iters=options.eval_iters),
+        steps.sharding,
+        dataclasses.replace(rows, eval_iters=components.options.eval_iters),
         text=text,
         in_nats=in_nats,
     )
-    return state, hparams, evaluator, TaskScores(tasks, split, compiler, sharding, plan.shapes, dtype)
+    scores = TaskScores(tasks, split, compiler, steps.sharding, plan.shapes, options.compute_dtype)
+    return state, hparams, evaluator, scores
 
 
 def _tokenizer(run: Path, data: Roxxel) -> Tokenizer | None:
@@ -310,8 +304,14 @@ def _tokenizer(run: Path, data: Roxxel) -> Tokenizer | None:
 
 
 def _mesh(components: RunComponents) -> Mesh:
-    """The devices: as many as the run had, or all devices if there are fewer, or the run's number does not divide."""
-    config, here = components.config, len(jax.devices())
+    """The devices: as many as the run had, or all devices if there are fewer, or the run's number does not divide.
+
+    With virtual shards any number gives the same bits, and there is one device for each of them at most.
+    """
+    config, here, shards = components.config, len(jax.devices()), components.options.virtual_shards
+    if shards:
+        config = dataclasses.replace(config, n_devices=min(config.n_devices or here, here, shards), fsdp_devices=0)
+        return dataclasses.replace(components, config=config).mesh()
     groups = config.tensor_devices * max(1, config.fsdp_devices if config.fsdp else 1)
     if config.n_devices > here or (config.n_devices or here) % groups:
         return make_mesh()

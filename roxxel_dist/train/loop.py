@@ -288,7 +288,7 @@ class Loop:
         held, position = self.held, self.position
         self._wait_for_devices()
         held.progress.say("restore")
-        position.rewind(bad, held, self.programs.like)
+        position.rewind(bad, held)
         self._chain = DigestChain(held.compiler, position.metadata.digest, position.step)
         self.deferred.drop()
         step = position.step

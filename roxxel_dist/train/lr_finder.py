@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -24,10 +23,10 @@ from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.compile import AotCompiler
-from roxxel_dist.train.step.optimizer import LONG, InitialState, NamedOptimizer
-from roxxel_dist.train.step.state import init_state
-from roxxel_dist.train.step.step import SPIKE_FACTOR, LossFn, fetch, make_step
+from roxxel_dist.train.step.optimizer import LONG, NamedOptimizer
+from roxxel_dist.train.step.step import SPIKE_FACTOR, LossFn, fetch
 from roxxel_dist.train.step.throughput import InflightThrottler
+from roxxel_dist.train.steps import StepOptions, make_steps
 from roxxel_dist.utils.display import figure
 
 AT_THE_PEAK: Mapping[str, float] = {"warmup_steps": 0.0, "total_steps": float(LONG), "decay_steps": 1.0}
@@ -62,28 +61,21 @@ def sweep(
 
     The program is the one that training compiles. Nothing is written to disk, beside compiled programs. The rate, warm-
     up and decay of the `optimizer` are left aside; `stream` has at least as many batches as there are rates, all of one
-    shape, on a mesh; of the `options` types and `fsdp` count; `load` is as `init_state` takes it.
+    shape, on a mesh; of the `options` types and `fsdp` count; `load` is as `StateBuilder.build` takes it.
     `done` is called with 1 after each step.
     """
     enable_compilation_cache()
     sharding = stream.sharding
     assert sharding is not None
     mesh: Any = sharding.mesh
-    dtype = jnp.bfloat16 if options.use_bf16 else None
-    split, state, hparams = init_state(model, InitialState(optimizer), mesh, fsdp=options.fsdp, dtype=dtype, load=load)
-    hparams |= scalars_on(mesh, {**optimizer.settings(LONG), **AT_THE_PEAK, SPIKE_FACTOR: 0.0})
-    step = make_step(
-        split,
-        loss_fn,
-        optimizer,
-        state,
-        sharding,
-        grad_accum=grad_accum,
-        compute_dtype=jnp.bfloat16 if options.bf16_compute else None,
-    )
+    # A curve needs no bits that are the same on any devices, no average, and no bad steps left out.
+    plain = replace(options, virtual_shards=0, ema=0.0, on_bad_step="raise")
+    settings = {**optimizer.settings(LONG), **AT_THE_PEAK, SPIKE_FACTOR: 0.0}
+    steps = make_steps(model, loss_fn, optimizer, sharding, StepOptions.of_run(plain, grad_accum), settings)
+    state, hparams = steps.init(load=load)
     programs, in_flight = AotCompiler(mesh), InflightThrottler(mesh)
     try:
-        programs.prepare("step", step, state, hparams, stream.abstract())
+        programs.prepare("step", steps.train, state, hparams, stream.abstract())
         program = programs.get("step")
     finally:
         programs.close()

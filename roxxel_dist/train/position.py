@@ -5,18 +5,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from roxxel_dist.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.checkpoint.store import DamagedCheckpoint
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import scalars_on
 from roxxel_dist.curriculum.even_rows import SpreadRows
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.split import ModuleSplit
 from roxxel_dist.train.exact.layout import DeviceStates, can_cut_rows, check_shapes
-from roxxel_dist.train.exact.step import init_exact_state
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.resources import Resources
 from roxxel_dist.train.resume import (
@@ -31,9 +28,9 @@ from roxxel_dist.train.resume import (
 )
 from roxxel_dist.train.step.bad_steps import BadStep
 from roxxel_dist.train.step.digest_chain import in_hex
-from roxxel_dist.train.step.optimizer import InitialState
-from roxxel_dist.train.step.state import TrainState, TrainView, init_state
+from roxxel_dist.train.step.state import TrainState, TrainView
 from roxxel_dist.train.step.step import Metrics, loop_numbers
+from roxxel_dist.train.steps import StepOptions, Steps, make_steps
 
 
 @dataclass(eq=False, repr=False)
@@ -43,8 +40,8 @@ class Position:
     parts: Parts
     start: ResumePoint
     """Where this process took the run up."""
-    split: ModuleSplit
-    """The module without its arrays."""
+    steps: Steps
+    """The programs of the run, and the shapes of its state."""
     arrays: TrainState | DeviceStates
     """The state, as the steps pass it on; of a run that is not restored yet, shapes alone."""
     hparams: dict[str, jax.Array]
@@ -77,30 +74,32 @@ class Position:
         )
         start = with_validation(start, parts.validation_sets, options, partial(_can_validate, parts))
         check(start)
-        shards = options.virtual_shards
-        init = partial(init_exact_state, shards=shards) if shards else init_state
-        split, arrays, hparams = init(
+        steps = make_steps(
             parts.model,
-            InitialState(optimizer, average=options.ema > 0),
-            parts.mesh,
-            fsdp=options.fsdp,
-            dtype=jnp.bfloat16 if options.use_bf16 else None,
-            restored=start.step > 0,
-            load=start.load,
+            parts.loss_fn,
+            optimizer,
+            parts.sharding,
+            StepOptions.of_run(options, parts.grad_accum),
+            start.metadata.schedule.get("settings", {}) | loop_numbers(options),
         )
-        start = with_adapters(start, split)
-        numbers = start.metadata.schedule.get("settings", {}) | loop_numbers(options)
+        arrays, hparams = steps.init(restored=start.step > 0, load=start.load)
+        start = with_adapters(start, steps.split)
         return cls(
             parts=parts,
             start=start,
-            split=split,
+            steps=steps,
             arrays=arrays,
-            hparams={**hparams, **scalars_on(parts.mesh, numbers)},
+            hparams=hparams,
             plan=start.plan,
             metadata=start.metadata,
             step=start.step,
             last_step=last_step(start.plan, options),
         )
+
+    @property
+    def split(self) -> ModuleSplit:
+        """The module without its arrays."""
+        return self.steps.split
 
     @property
     def state(self) -> TrainState:
@@ -144,12 +143,12 @@ class Position:
         better = val_loss is not None and after.best_loss == val_loss and not after.evals_since_best
         return better, after.should_stop(self.parts.options.patience)
 
-    def rewind(self, bad: BadStep, held: Resources, like: TrainState) -> None:
+    def rewind(self, bad: BadStep, held: Resources) -> None:
         """Restore the newest checkpoint that is known to be good, and leave the rows of the bad step out.
 
-        `like` has the shapes and shardings of the state. Raises `bad` where the run shall not go back, or cannot.
+        Raises `bad` where the run shall not go back, or cannot.
         """
-        store = held.store
+        store, like = held.store, self.steps.state
         while True:
             step, plan, metadata = rewind(store, bad, self.plan, self.metadata, self.parts.options)
             try:

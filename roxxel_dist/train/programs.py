@@ -3,26 +3,23 @@
 from collections.abc import Hashable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.devices.accelerators import peak_flops
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
 from roxxel_dist.train.evaluator import Validation
-from roxxel_dist.train.exact.own_state import check_own_state
-from roxxel_dist.train.exact.step import make_sharded_steps
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.position import Position
-from roxxel_dist.train.step.compile import AotCompiler, abstract, batch_key, mesh_of
+from roxxel_dist.train.step.compile import AotCompiler, batch_key, mesh_of
 from roxxel_dist.train.step.optimizer import check_update
-from roxxel_dist.train.step.repeated_work import MOST, work_ratio
-from roxxel_dist.train.step.state import TrainState
-from roxxel_dist.train.step.step import Metrics, check_vocabulary, make_eval_step, make_step
+from roxxel_dist.train.step.step import Metrics
+from roxxel_dist.train.steps import Steps
 from roxxel_dist.train.task_scores import TaskScores
 from roxxel_dist.train.text_of_sets import TextOfSets, gives_nats
 from roxxel_dist.train.validation_rows import ValidationRows
+
+MOST_WORK = 1.2
+"""Times the work of one device that all may do together; padding of odd lengths is within it."""
 
 
 class Programs:
@@ -34,7 +31,6 @@ class Programs:
         compiler: in whose thread they are compiled.
 
     Attributes:
-        like: the state as `jax.ShapeDtypeStruct`s with shardings.
         blocks: the verified blocks of the data's files; None: nothing is verified.
         validation: of the run.
         tasks: of the run, measured with each validation.
@@ -42,40 +38,13 @@ class Programs:
 
     def __init__(self, parts: Parts, position: Position, compiler: AotCompiler) -> None:
         self._parts, self._position, self._compiler = parts, position, compiler
-        options, split = parts.options, position.split
-        # Not the arrays: a run that goes on would hold those that it began with beside those of its checkpoint.
-        self.like: TrainState = abstract(position.state)
+        self._steps: Steps = position.steps
+        options, state = parts.options, self._steps.state
         if not position.finished:
-            check_update(parts.update_rule, self.like.params, self.like.opt_state)
-        dtype = jnp.bfloat16 if options.bf16_compute else None
-        step: Any = make_step(
-            split,
-            parts.loss_fn,
-            parts.update_rule,
-            self.like,
-            parts.sharding,
-            grad_accum=parts.grad_accum,
-            compute_dtype=dtype,
-            skip_bad=options.on_bad_step == "skip",
-        )
+            check_update(parts.update_rule, state.params, state.opt_state)
         sets = parts.validation_sets, parts.training.primary_streamer
         in_nats = gives_nats(parts.loss_fn, position.view.model)
         text = TextOfSets.of(*sets, known=in_nats)
-        self._evaluate: Any = make_eval_step(split, parts.loss_fn, dtype, text.end)
-        evaluate: Any = self._evaluate
-        if options.virtual_shards:
-            step, evaluate = make_sharded_steps(
-                split,
-                parts.loss_fn,
-                parts.update_rule,
-                parts.sharding,
-                shards=options.virtual_shards,
-                grad_accum=parts.grad_accum,
-                compute_dtype=dtype,
-                skip_bad=options.on_bad_step == "skip",
-                end=text.end,
-            )
-        self._step = step
         self._vocabulary: int | None = getattr(getattr(position.view.model, "config", None), "vocab_size", None)
         self.blocks: VerifiedBlocks | None = VerifiedBlocks(self._vocabulary) if options.verify_data == "on" else None
         # Empty where there is nothing to validate on.
@@ -83,7 +52,7 @@ class Programs:
         rows = ValidationRows.from_dict(saved).with_phases(position.plan.shapes)
         self.validation: Validation = Validation(
             *sets,
-            evaluate,
+            self._steps.evaluate(text.end),
             compiler,
             parts.sharding,
             rows,
@@ -93,35 +62,26 @@ class Programs:
         )
         self.tasks: TaskScores = TaskScores(
             parts.tasks,
-            split,
+            self._steps.split,
             compiler,
             parts.sharding,
             position.plan.shapes,
-            dtype,
+            self._steps.options.compute_dtype,
         )
 
     def check_data(self) -> None:
         """Raises ValueError where a validation set is too small for a phase, a token has no logit, or the model cannot
         do a task."""
         parts, position = self._parts, self._position
-        self.tasks.check(self.like, position.hparams)
+        self.tasks.check(self._steps.state, position.hparams)
         self.validation.check(*position.plan.shapes)
         datasets = {**parts.training.datasets, **parts.validation_sets}
         # What the built-in model gives is known without a trace of it.
         known = self._vocabulary if type(parts.model) is TransformerBuilder else None
         if known is None or known < max(data.vocab_size or 0 for data in datasets.values()):
-            check_vocabulary(
-                position.split,
-                parts.loss_fn,
-                self.like,
-                position.hparams,
-                parts.mesh,
-                position.plan.shapes[0],
-                datasets,
-            )
-        if parts.options.virtual_shards and not isinstance(position.view.model, Transformer):
-            batch = self.stream_from(position.step).abstract()
-            check_own_state(self._step.programs, self.like, position.hparams, batch, parts.mesh)
+            self._steps.check_vocabulary(position.plan.shapes[0], datasets)
+        if not isinstance(position.view.model, Transformer):
+            self._steps.check_model_state(self.stream_from(position.step).abstract())
 
     def stream_from(self, step: int) -> Stream:
         """The batches of the plan, from a step on."""
@@ -132,9 +92,9 @@ class Programs:
         """Begin to compile what the phase of `step` needs, and return the key of its training step."""
         position, batch = self._position, self.stream_from(step).abstract()
         key = batch_key(batch)
-        self._compiler.prepare(key, self._step, self.like, position.hparams, batch)
+        self._compiler.prepare(key, self._steps.train, self._steps.state, position.hparams, batch)
         known = all(peak_flops(device.device_kind) for device in self._parts.mesh.devices.flat)
-        if known and not self._parts.options.virtual_shards:
+        if known and self._steps.is_one_program:
             self._compiler.count_flops(key)
         self.prepare_validation(step)
         return key
@@ -142,8 +102,8 @@ class Programs:
     def prepare_validation(self, step: int) -> list[Hashable]:
         """Begin to compile what a validation in the phase of `step` needs, and return the keys of these programs."""
         position = self._position
-        keys = self.validation.prepare(self.like, position.hparams, position.plan.segment(step).shape)
-        return keys + self.tasks.prepare(self.like, position.hparams)
+        keys = self.validation.prepare(self._steps.state, position.hparams, position.plan.segment(step).shape)
+        return keys + self.tasks.prepare(self._steps.state, position.hparams)
 
     def compile_next_phase(self, phase: int, first: Metrics) -> None:
         """Begin to compile what the phase after this one needs, when the first step of this one is done."""
@@ -154,13 +114,13 @@ class Programs:
 
     def repeated_work(self, step: int, program: Any) -> str:
         """The warning about a model of the user's own of which XLA could not cut much along the tokens, or nothing."""
-        parts, position = self._parts, self._position
-        if parts.options.virtual_shards or isinstance(position.view.model, Transformer):
+        position = self._position
+        if isinstance(position.view.model, Transformer):
             return ""
         batch = self.stream_from(step).abstract()
-        mesh = mesh_of(batch, parts.mesh) or parts.mesh
-        ratio = work_ratio(program, self._step, (self.like, position.hparams, batch), mesh)
-        if ratio is None or ratio <= MOST:
+        mesh = mesh_of(batch, self._parts.mesh) or self._parts.mesh
+        ratio = self._steps.work_ratio(program, batch)
+        if ratio is None or ratio <= MOST_WORK:
             return ""
         return (
             f"warning: in phase {position.plan.phase(step) + 1} {mesh.size} devices do {ratio:.1f} times the work of "
@@ -169,6 +129,4 @@ class Programs:
 
     def try_loss(self) -> None:
         """Trace the loss once, without computing it. What the model or the loss function raises passes."""
-        batch = self.stream_from(self._position.step).abstract()
-        with jax.set_mesh(self._parts.mesh):
-            jax.eval_shape(self._evaluate, self.like.params, self.like.rest, self._position.hparams, batch)
+        self._steps.try_loss(self.stream_from(self._position.step).abstract())

@@ -13,16 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from roxxel_dist.checkpoint import files
 from roxxel_dist.checkpoint.digests import in_words, read_verified
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.checkpoint.stored_blocks import check_checkpoint
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, target_of
-from roxxel_dist.model.split import Leaves, split_module
+from roxxel_dist.model.split import Leaves, trace_module
 from roxxel_dist.place.directory import CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.place.run_place import bucket_run
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
@@ -222,25 +224,33 @@ def load_transformer(path: str | Path, *, best: bool = True) -> Any:
 
 def model_of(weights: Weights, path: str | Path) -> Any:
     """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit."""
-    build = model_builder(weights.config)
-    parts, like, rest_like, inputs = split_module(nnx.eval_shape(build))
+    mesh = _first_device()
+    traced = trace_module(model_builder(weights.config), mesh)
+    parts = traced.split
     # With adapters in a user-defined model, a run does not store the frozen weights: the model creates them.
     frozen = [name for name in parts.frozen.names if weights.config.model is None or name in weights.params]
-    like |= {name: inputs[name] for name in frozen}
+    like = {name: traced.shapes[name] for name in (*parts.params.names, *frozen)}
     if wrong := files.difference(files.shapes(weights.params), files.shapes(like), whole=False):
         raise UserError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
-    state = _state_of(weights, {name: rest_like[name] for name in parts.rest.names}, parts.state_names, path)
+    state = _state_of(weights, {name: traced.shapes[name] for name in parts.rest.names}, parts.state_names, path)
+    made = [name for name in (*parts.frozen.names, *parts.hparams.names) if name not in frozen]
 
     def others(state: Leaves) -> Any:
         """Computes only what is used: no initial weights."""
-        _, _, first, inputs = split_module(build())
+        first = traced.compute(parts.rest.names)
         rest = first | files.data_to_keys(state, {name: jnp.asarray(first[name]) for name in state})
-        return rest, {name: one for name, one in inputs.items() if name not in frozen}
+        return rest, traced.compute(made)
 
-    rest, inputs = jax.jit(others)(state)
+    with jax.set_mesh(mesh):
+        rest, inputs = jax.jit(others)(state)
     params = {name: jnp.asarray(weights.params[name]) for name in parts.params.names}
     inputs |= {name: jnp.asarray(weights.params[name]) for name in frozen}
     return parts.merge(params, rest, inputs, training=False)
+
+
+def _first_device() -> Mesh:
+    """The first device of this process, with the axes of training: a model of the user's own may name them."""
+    return make_mesh(devices=jax.local_devices()[:1])
 
 
 def _state_of(weights: Weights, like: Leaves, needed: Collection[str], path: str | Path) -> Leaves:
@@ -265,10 +275,10 @@ def check_continues(model: Any, config: Any) -> None:
         return
     graphdef, state = nnx.split(model)
     rule = f"to generate, a model takes int32[1, L] tokens alone and returns [1, L, {config.vocab_size}] logits"
+    tokens = np.zeros((1, config.max_context), np.int32)
     try:
-        logits = jax.eval_shape(
-            lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, np.zeros((1, config.max_context), np.int32)
-        )
+        with jax.set_mesh(_first_device()):
+            logits = jax.eval_shape(lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, tokens)
     except Exception as error:
         raise UserError(f"model is {config.model!r}: {rule}, and this one says {error!r}") from error
     shape = getattr(logits, "shape", type(logits).__name__)

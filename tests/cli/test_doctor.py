@@ -16,7 +16,7 @@ def test_this_machine(tmp_path):
     *lines, last = result.stdout.splitlines()
     assert {line.split()[0] for line in lines} <= {"ok", "warning"}
     checks = [line.split()[1] for line in lines]
-    assert {"devices", "disk", "versions", "code", "data", "port", "jax"} == set(checks)
+    assert {"devices", "disk", "versions", "data", "port", "jax"} == set(checks)
     assert last.startswith("1 host: 0 errors, ")
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 

@@ -9,7 +9,7 @@ from dense_attention import dense_attention
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.devices.traced_flops import traced_flops
 from roxxel_dist.model.attention_kernels import Labels, Scores
-from roxxel_dist.model.cut_attention import Cut, cut_attention
+from roxxel_dist.model.cut_attention import RowCut, cut_attention
 
 __all__ = ["cudnn_by_xla"]
 SCALE = 0.25
@@ -85,7 +85,7 @@ def test_splash_attention_computes_no_more_than_on_one_device():
 @pytest.mark.parametrize("length", [1000, 4096, 33_000])
 def test_every_device_has_as_many_keys_to_look_at(devices, length):
     """Of 2 t segments, i and 2 t - 1 - i: the blocks of keys that a device computes on are the same number for all."""
-    cut = Cut.of(devices, length, None)
+    cut = RowCut.of_length(devices, length, None)
     half = cut.blocks // 2
     pairs = [(i, 2 * devices - 1 - i) for i in range(devices)]
     seen = {sum(segment * half + n + 1 for segment in pair for n in range(half)) for pair in pairs}
@@ -123,7 +123,7 @@ def test_cudnn_of_a_cut_row(devices, tensor, rows, length, groups, window, packe
 def test_blocks_for_cudnn(devices, packed):
     """Of 128 tokens, without labels the largest: one pair with each half of each other device."""
     for length in (32_768, 40_000):
-        cut = Cut.of_pairs(devices, length, None, packed=packed)
+        cut = RowCut.of_pairs(devices, length, None, packed=packed)
         assert cut.size % 128 == 0
         assert length <= cut.tokens < length + 2 * devices * 128 * (cut.blocks // 2)
         assert cut.blocks == (2 * -(-length // (2 * devices * 1024)) if packed else 2)

@@ -23,7 +23,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import auto_chunks, next_token_loss, token_losses
 from roxxel_dist.model.split import cast, split_module
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.run.estimate.abstract_steps import memory_analysis
+from roxxel_dist.run.estimate.step_memory import memory_analysis
 
 SMALL = {"dim": 16, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8}
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from states import init_state
 
 from roxxel_dist.cluster import parameter_sharding
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
@@ -13,7 +14,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.step.state import _placed, init_state
+from roxxel_dist.train.step.state import _placed
 
 MLA = {"mla": True, "down_dim_q": 16, "down_dim_kv": 16, "rope_dim": 4}
 MOE = {"use_moe": True, "n_experts": 4}

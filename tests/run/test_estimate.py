@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import rows
+from states import init_state
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase
 from roxxel_dist.cli.plan_table import table
@@ -21,12 +22,10 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.run.components import build_components
-from roxxel_dist.run.estimate.abstract_steps import abstract_train_state
 from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate, spans
 from roxxel_dist.run.estimate.target_steps import TargetCompiler
 from roxxel_dist.train.step.batch_layout import batch_layout
 from roxxel_dist.train.step.optimizer import InitialState
-from roxxel_dist.train.step.state import init_state
 from roxxel_dist.utils.display import size
 
 SIMULATED = EstimateRequest(devices=8)
@@ -147,7 +146,7 @@ def test_memory_is_that_of_the_real_state(corpus, more):
 @pytest.mark.parametrize(("count", "pieces", "shards"), [(0, 8, 0), (2, 2, 8), (1, 1, 0)])
 def test_so_many_devices_share_a_copy_of_the_parameters(corpus, count, pieces, shards):
     made = build_components(Config(**WIDE, fsdp=True, fsdp_devices=count, virtual_shards=shards), corpus)
-    state = abstract_train_state(made, made.mesh(), 4)[1]
+    state = made.steps(made.mesh(), 4).state
     for tree in (state.params, state.opt_state):
         large = [leaf for leaf in jax.tree.leaves(tree) if leaf.size >= 1 << 16]
         assert {leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in large} == {pieces}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from states import init_state
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.step_parts import PARTS
@@ -17,7 +18,6 @@ from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.run.estimate.step_costs import CHANGES, costs_of, largest, roofline_seconds, summed
 from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
-from roxxel_dist.train.step.state import init_state
 from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
 
 H200, V5E = "NVIDIA H200", "TPU v5 lite"

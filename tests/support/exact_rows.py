@@ -11,23 +11,20 @@ import hashlib
 import json
 import os
 import sys
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
+from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
-from roxxel_dist.train.exact.layout import rows_sharding
-from roxxel_dist.train.exact.step import init_exact_state, make_sharded_steps
 from roxxel_dist.train.step.compile import AotCompiler
-from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
-from roxxel_dist.train.step.state import init_state
-from roxxel_dist.train.step.step import EMA, SPIKE_FACTOR, make_step
+from roxxel_dist.train.step.optimizer import NamedOptimizer, OptimizerConfig
+from roxxel_dist.train.step.step import EMA, SPIKE_FACTOR
+from roxxel_dist.train.steps import StepOptions, make_steps
 
 SHARDS, VOCABULARY = 8, 96
 SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": VOCABULARY, "max_context": 512, "head_size": 16, "kv_heads": 1}
@@ -46,7 +43,7 @@ def batch_of(seed, shape, packed, sharding):
 
 def trained(
     devices, fields, shapes, *, shards=SHARDS, packed=False, loss=token_losses, dtype=None, steps=3, optimizer=None,
-    validate=True, in_blocks=True, fsdp=0, average=False, skip_bad=False, grad_accum=1, model=None,
+    validate=True, fsdp=0, average=False, skip_bad=False, grad_accum=1, model=None,
 ):  # fmt: skip
     """(losses and gradient norms of each step, the parameters after them, a validation's losses) of some phases.
 
@@ -58,21 +55,17 @@ def trained(
         optimizer or NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0)),
     )
     builder = model or TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
-    init = partial(init_exact_state, shards=shards) if shards else init_state
-    split, state, hparams = init(builder, InitialState(optimizer, average=average), mesh, fsdp=bool(fsdp), dtype=None)
+    options = StepOptions(
+        grad_accum=grad_accum, fsdp=bool(fsdp), compute_dtype=dtype, skip_bad=skip_bad,
+        average=average, virtual_shards=shards,
+    )  # fmt: skip
+    numbers = {**optimizer.settings(100), SPIKE_FACTOR: 1.0001 if skip_bad else 0.0} | ({EMA: 0.9} if average else {})
+    made = make_steps(builder, loss, optimizer, mesh, options, numbers)
+    state, hparams = made.init()
     if fsdp:
         assert not all(leaf.is_fully_replicated for leaf in state.params.values())
-    numbers = {**optimizer.settings(100), SPIKE_FACTOR: 1.0001 if skip_bad else 0.0} | ({EMA: 0.9} if average else {})
-    hparams |= scalars_on(mesh, numbers)
-    sharding, compiler, found, validation = batch_sharding(mesh), AotCompiler(mesh), [], {}
-    if shards:
-        step, evaluate = make_sharded_steps(
-            split, loss, optimizer, sharding, shards=shards, compute_dtype=dtype, grad_accum=grad_accum,
-            skip_bad=skip_bad, in_blocks=in_blocks,
-        )  # fmt: skip
-    else:
-        step, evaluate = make_step(split, loss, optimizer, state, sharding, compute_dtype=dtype), None
-    sharding = rows_sharding(sharding, shards)
+    compiler, found, validation = AotCompiler(mesh), [], {}
+    step, evaluate, sharding = made.train, made.evaluate() if shards else None, made.sharding
     for number, shape in enumerate(map(tuple, shapes)):
         place = fit_sharding(sharding, shape, grad_accum)
         like = getattr(state, "whole", state)

@@ -17,7 +17,7 @@ from roxxel_dist.audit.replay import first_difference
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cli import main
 from roxxel_dist.model.loss import token_losses
-from roxxel_dist.train import programs as loop_programs
+from roxxel_dist.train import steps
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.step import make_step
 
@@ -102,7 +102,7 @@ def flipping(flip):
 
         return step
 
-    with mock.patch.object(loop_programs, "make_step", making), mock.patch.object(AotCompiler, "get_together", get):
+    with mock.patch.object(steps, "make_step", making), mock.patch.object(AotCompiler, "get_together", get):
         yield
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.train import programs
+from roxxel_dist.train import steps
 from roxxel_dist.train.step import state
 
-PLACES = ((programs, ("make_step", "make_eval_step")), (state, ("_trace", "_init_programs")))
+PLACES = ((steps, ("make_step", "make_eval_step")), (state, ("trace_module", "_init_programs")))
 """The modules and the functions whose results are kept."""
 MOST = 50
 """Results of a function that are kept."""

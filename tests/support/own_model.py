@@ -68,6 +68,23 @@ class Attending(nnx.Module):
         return self.logits(self.states(*batch))
 
 
+class Placed(nnx.Module):
+    """Names the axes of a mesh: for parameters, where it makes one, and for what it computes."""
+
+    def __init__(self, vocabulary, rngs):
+        init = nnx.with_partitioning(nnx.initializers.normal(0.02), (None, "data"))
+        self.embedding = nnx.Embed(vocabulary, 32, rngs=rngs)
+        self.out = nnx.Linear(32, vocabulary, use_bias=False, kernel_init=init, rngs=rngs)
+        self.mean = nnx.BatchStat(jax.lax.with_sharding_constraint(jnp.zeros(32), jax.P("data")))
+
+    def __call__(self, tokens):
+        return self.out(self.mean[...] + jax.lax.with_sharding_constraint(self.embedding(tokens), jax.P("data")))
+
+
+def build_placed(config, rngs):
+    return Placed(config.vocab_size, rngs)
+
+
 def build_attending(config, rngs):
     return Attending(config.vocab_size, **({"width": 32, "depth": 2, "heads": 2} | config.model_args), rngs=rngs)
 

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from states import init_state
 
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.lora import LoRALinear
@@ -15,7 +16,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
-from roxxel_dist.train.step.state import abstract_state, init_state
+from roxxel_dist.train.step.state import StateBuilder
 from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
 
 SHAPE = ModelConfig(dim=64, num_blocks=1, vocab_size=2048, max_context=16, use_lora=True, lora_rank=2, dropout_rate=0.1)
@@ -69,7 +70,7 @@ def test_a_step_changes_the_adapters_alone():
 def test_shapes_are_those_of_the_state():
     mesh = make_mesh(2)
     made = init_state(transformer, InitialState(ADAM), mesh, fsdp=True, dtype=jnp.bfloat16)[1:]
-    shapes = abstract_state(transformer, InitialState(ADAM), mesh, fsdp=True, dtype=jnp.bfloat16)[1:]
+    shapes = StateBuilder.of_model(transformer, InitialState(ADAM), mesh, fsdp=True, dtype=jnp.bfloat16).shapes
     assert jax.tree.structure(made) == jax.tree.structure(shapes)
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(shapes), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)

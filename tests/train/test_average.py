@@ -126,7 +126,7 @@ def test_the_state_has_none_by_default(corpus, tmp_path):
     """So the checkpoints of a run without one are what they were."""
     made = make(corpus, tmp_path, PHASES, optimizer=optax.sgd(0.1))
     made.close()
-    assert not isinstance(made.loop.programs.like.opt_state, Averaged)
+    assert not isinstance(made.loop.position.steps.state.opt_state, Averaged)
     assert made.state.evaluated is made.state.params
 
 

@@ -20,8 +20,8 @@ from models import transformer
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.model.cut_attention import RowCut
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.model.pieces import RowCut
 from roxxel_dist.train.exact.layout import check_virtual_shards
 from roxxel_dist.train.step.optimizer import as_optimizer
 
@@ -145,13 +145,13 @@ def test_gradients_are_those_of_dense_attention_in_float64(name, shape, packed):
 
 @pytest.mark.parametrize(("length", "window"), [(8192, None), (100, None), (20_001, 100)])
 def test_shards_see_equally_many_keys_and_are_all_of_a_row(length, window):
-    cut = RowCut.of(SHARDS, length, window)
+    cut = RowCut.of_length(SHARDS, length, window, by_place=False)
     numbers = [np.asarray(cut.numbers(shard)) for shard in range(2 * SHARDS)]
     assert len({part.sum() for part in numbers}) == 1
     assert all(np.array_equal(*pair) for pair in zip(numbers[:SHARDS], numbers[SHARDS:], strict=True))
     joined = np.concatenate(numbers[:SHARDS])
-    np.testing.assert_array_equal(joined[cut.places], np.arange(cut.blocks))
-    assert 0 <= cut.blocks * cut.size - length < 2 * SHARDS * cut.per_piece
+    np.testing.assert_array_equal(joined[cut.places], np.arange(cut.row_blocks))
+    assert 0 <= cut.tokens - length < SHARDS * cut.blocks
 
 
 LONG = Shape(steps=1, batch_size=1, seq_len=9, weights=(("self", 1.0),))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
-from roxxel_dist.model.pieces import RowCut
+from roxxel_dist.model.cut_attention import RowCut
 from roxxel_dist.train.exact.key_moves import KeyMoves
 from roxxel_dist.train.exact.layout import Layout, rows_sharding
 from roxxel_dist.train.exact.uneven_key_moves import Part, UnevenKeyMoves, parts_of
@@ -22,8 +22,7 @@ class Moves:
         self.layout, self.cut = layout, cut
 
     def compiled(self, compile_one, for_each):
-        blocks = 2 * self.cut.per_piece
-        like = tuple(jax.ShapeDtypeStruct((blocks, SIZE, *more), jnp.float32) for more in ((WIDTH,), ()))
+        like = tuple(jax.ShapeDtypeStruct((self.cut.blocks, SIZE, *more), jnp.float32) for more in ((WIDTH,), ()))
         kind = KeyMoves if self.layout.is_even else UnevenKeyMoves
         return kind.compiled(self.layout, self.cut, like, compile_one, for_each)
 
@@ -31,7 +30,7 @@ class Moves:
 def moves_on(devices, rows, per_piece):
     mesh = make_mesh(devices)
     layout = Layout(SHARDS, rows_sharding(batch_sharding(mesh), SHARDS))
-    cut = RowCut(SHARDS // rows, per_piece, SIZE, None)
+    cut = RowCut(SHARDS // rows, 2 * per_piece, SIZE)
     compiler = AotCompiler(mesh)
     compiler.prepare("moves", Moves(layout, cut))
     moves = compiler.get("moves")
@@ -56,8 +55,8 @@ def test_each_shard_gets_the_keys_of_its_row_and_the_sums_of_its_own(devices, ro
     moves, layout, cut = moves_on(devices, rows, per_piece)
     rng = np.random.default_rng(0)
     # Of rows: keys and values, and of each shard the gradients of all keys of its row. Some are -0.0.
-    keys = rng.normal(size=(rows, cut.blocks, SIZE, WIDTH)).astype(np.float32)
-    grads = rng.normal(size=(SHARDS, cut.blocks, SIZE, WIDTH)).astype(np.float32)
+    keys = rng.normal(size=(rows, cut.row_blocks, SIZE, WIDTH)).astype(np.float32)
+    grads = rng.normal(size=(SHARDS, cut.row_blocks, SIZE, WIDTH)).astype(np.float32)
     keys[..., 0] = grads[..., 0] = -0.0
 
     def both(x, device):
@@ -67,18 +66,18 @@ def test_each_shard_gets_the_keys_of_its_row_and_the_sums_of_its_own(devices, ro
     assert [shard for own in shards for shard in own] == list(range(SHARDS))
     numbers = [np.asarray(cut.numbers(shard)) for shard in range(SHARDS)]
     parts = [
-        [both(keys[shard // cut.shards, numbers[shard]], device) for shard in own]
+        [both(keys[shard // cut.parts, numbers[shard]], device) for shard in own]
         for own, device in zip(shards, layout.devices, strict=True)
     ]
     for own, found in zip(shards, moves.keys_of_rows(parts), strict=True):
         for shard, (whole, second) in zip(own, found, strict=True):
-            assert np.asarray(whole).tobytes() == keys[shard // cut.shards].tobytes()
-            assert np.asarray(second).tobytes() == keys[shard // cut.shards][..., 1].tobytes()
+            assert np.asarray(whole).tobytes() == keys[shard // cut.parts].tobytes()
+            assert np.asarray(second).tobytes() == keys[shard // cut.parts][..., 1].tobytes()
     sums = moves.sums(lambda i, k: both(grads[shards[i][k]], layout.devices[i]))
     for own, found in zip(shards, sums, strict=True):
         for shard, (mine, second) in zip(own, found, strict=True):
-            first = shard // cut.shards * cut.shards
-            total = tree_sum(list(grads[first : first + cut.shards]))[numbers[shard]]
+            first = shard // cut.parts * cut.parts
+            total = tree_sum(list(grads[first : first + cut.parts]))[numbers[shard]]
             assert np.asarray(mine).tobytes() == total.tobytes()
             assert np.asarray(second).tobytes() == total[..., 1].tobytes()
 

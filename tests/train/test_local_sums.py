@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from models import transformer, with_numbers
 from runs import Bigram
+from states import init_state
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, row_axes, row_shards, scalars_on
 from roxxel_dist.data.packing import Packed
@@ -18,7 +19,6 @@ from roxxel_dist.model.loss import auto_chunks, next_token_loss, token_losses
 from roxxel_dist.train.step import local_sums
 from roxxel_dist.train.step.local_sums import accumulation
 from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
-from roxxel_dist.train.step.state import init_state
 from roxxel_dist.train.step.step import make_step
 
 ROWS, LENGTH, COUNT = 32, 9, 4

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from models import transformer, with_numbers
 from own_model import Attending
+from states import init_state
 
 from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
 from roxxel_dist.data.packing import Packed
@@ -16,7 +17,6 @@ from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
-from roxxel_dist.train.step.state import init_state
 from roxxel_dist.train.step.step import SPIKE_FACTOR, make_eval_step, make_step
 
 SMALL = {"dim": 64, "num_blocks": 2, "vocab_size": 128, "max_context": 4096, "head_size": 16, "kv_heads": 2}

@@ -58,9 +58,9 @@ def test_the_readme_lists_the_files_that_a_step_crosses(corpus, tmp_path, monkey
     called = {file for _, file in calls[steps[2] : steps[19]]}
     assert called | {"train/loop.py"} == listed("On the host, every step")  # whose one function calls the others
     programs, position = made.loop.programs, made.loop.position
-    sharding = made.loop.parts.sharding
-    step = make_step(position.split, token_losses, optimizer, programs.like, sharding, grad_accum=2)
-    batch = programs.stream_from(0).abstract()
+    steps = position.steps
+    step = make_step(position.split, token_losses, optimizer, steps.state, steps.sharding, grad_accum=2)
+    args = steps.state, position.hparams, programs.stream_from(0).abstract()
     with jax.set_mesh(made.mesh):
-        traced = crossed(lambda: step.trace(programs.like, position.hparams, batch))
+        traced = crossed(lambda: step.trace(*args))
     assert {file for _, file in traced} == listed("In the compiled program")

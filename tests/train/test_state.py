@@ -8,6 +8,7 @@ from flax.errors import TraceContextError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import model, module
+from states import init_state
 
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
@@ -17,7 +18,7 @@ from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.step.optimizer import as_optimizer
-from roxxel_dist.train.step.state import _init_programs, _optimizer_program, _placed, _trace, init_state
+from roxxel_dist.train.step.state import _init_programs, _optimizer_program, _placed, trace_module
 from roxxel_dist.train.step.step import make_step
 
 FIELDS = {"dim": 128, "vocab_size": 512}
@@ -110,9 +111,9 @@ def test_a_device_never_holds_much_more_than_its_share(devices, dtype):
         return Transformer(shape, nnx.Rngs(params=0, dropout=1))
 
     mesh, init = make_mesh(devices), optax.adamw(1e-3).init
-    parts, shapes, compute = _trace(wide, mesh)
-    like = _placed(parts, shapes, mesh, True, dtype)
-    first = [p.lower().compile().memory_analysis() for p in _init_programs(parts, compute, like, mesh)]
+    traced = trace_module(wide, mesh)
+    like = _placed(traced.split, traced.shapes, mesh, True, dtype)
+    first = [p.lower().compile().memory_analysis() for p in _init_programs(traced.split, traced, like, mesh)]
     _, state, _ = init_state(wide, init, mesh, fsdp=True, dtype=dtype)
     then = _optimizer_program(init, state.params, mesh).lower(state.params).compile().memory_analysis()
     params, moments = (

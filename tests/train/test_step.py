@@ -7,13 +7,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import module
+from states import init_state
 
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, as_optimizer
-from roxxel_dist.train.step.state import init_state
 from roxxel_dist.train.step.step import fetch, make_eval_step, make_step, unpack_loss
 
 TOKENS = np.random.default_rng(0).integers(0, 50, (16, 33)).astype(np.int32)

@@ -12,18 +12,15 @@ from models import transformer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from roxxel_dist import Roxxel
-from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh
+from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
 from roxxel_dist.corpus.append import append
 from roxxel_dist.corpus.build import build
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from roxxel_dist.model.loss import END_NATS, losses_of_tokens, next_token_loss, token_losses
-from roxxel_dist.train.exact.layout import rows_sharding
-from roxxel_dist.train.exact.step import init_exact_state, make_sharded_steps
 from roxxel_dist.train.step.compile import AotCompiler
-from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
-from roxxel_dist.train.step.state import init_state
-from roxxel_dist.train.step.step import make_eval_step
+from roxxel_dist.train.step.optimizer import NamedOptimizer, OptimizerConfig
+from roxxel_dist.train.steps import StepOptions, make_steps
 from roxxel_dist.train.text_of_sets import TextOfSets, byte_counter, why_unknown
 
 END = 5
@@ -58,15 +55,9 @@ def test_the_losses_of_end_of_text_are_summed_up(shape, shards, packed, loss_fn)
     """By one program, by virtual shards of rows, and by virtual shards of parts of a row."""
     mesh = make_mesh(1)
     optimizer, model = NamedOptimizer(OptimizerConfig()), transformer(**SMALL)
-    if shards:
-        split, state, hparams = init_exact_state(model, InitialState(optimizer), mesh, shards=shards)
-        place = rows_sharding(batch_sharding(mesh), shards)
-        options = {"shards": shards, "end": END}
-        _, evaluate = make_sharded_steps(split, loss_fn, optimizer, place, **options)
-    else:
-        split, state, hparams = init_state(model, InitialState(optimizer), mesh)
-        evaluate, place = make_eval_step(split, loss_fn, None, END), batch_sharding(mesh)
-    batch = rows_of(shape, packed, fit_sharding(place, shape))
+    steps = make_steps(model, loss_fn, optimizer, mesh, StepOptions(virtual_shards=shards))
+    (state, hparams), evaluate = steps.init(), steps.evaluate(END)
+    batch = rows_of(shape, packed, fit_sharding(steps.sharding, shape))
     compiler = AotCompiler(mesh)
     compiler.prepare("evaluate", evaluate, state.params, state.rest, hparams, batch)
     found = compiler.get("evaluate")(state.params, state.rest, hparams, batch)

@@ -8,7 +8,7 @@ import pytest
 from exact_rows import batch_of
 from models import transformer
 
-from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
+from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
@@ -16,10 +16,11 @@ from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.exact.layout import rows_sharding, shapes_of
 from roxxel_dist.train.exact.long_shapes import LongSums
 from roxxel_dist.train.exact.memory import long_peaks, step_peaks, whole_bytes
-from roxxel_dist.train.exact.step import RowSums, init_exact_state, make_sharded_steps
+from roxxel_dist.train.exact.step import RowSums
 from roxxel_dist.train.step.compile import AotCompiler, abstract
-from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer
+from roxxel_dist.train.step.optimizer import NamedOptimizer
 from roxxel_dist.train.step.step import SPIKE_FACTOR
+from roxxel_dist.train.steps import StepOptions, make_steps
 
 MODEL = {"dim": 256, "num_blocks": 1, "n_heads": 2, "vocab_size": 1024, "max_context": 32}
 OF_THREE = MODEL | {"dim": 192, "vocab_size": 1536}
@@ -65,13 +66,13 @@ def test_a_device_has_little_more_than_its_part_of_the_state(optimizer, devices,
     """Of 8 devices each has at most a seventh."""
     mesh, optimizer = make_mesh(devices, fsdp=devices), NamedOptimizer(OptimizerConfig(optimizer=optimizer))
     sharding = rows_sharding(batch_sharding(mesh), SHARDS)
-    split, state, hparams = init_exact_state(
-        transformer(**fields), InitialState(optimizer), mesh, shards=SHARDS, fsdp=True
-    )
-    hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
+    numbers = {**optimizer.settings(100), SPIKE_FACTOR: 0.0}
+    options = StepOptions(virtual_shards=SHARDS, fsdp=True)
+    steps = make_steps(transformer(**fields), token_losses, optimizer, mesh, options, numbers)
+    state, hparams = steps.init()
     batch = batch_of(0, (8, 9), False, sharding)
     like, large = abstract(state), {leaf.shape for leaf in jax.tree.leaves(state) if not leaf.is_fully_replicated}
-    step, _ = make_sharded_steps(split, token_losses, optimizer, sharding, shards=SHARDS)
+    step = steps.train
     compiler = Watched(mesh)
     others = compiler.others - of_one_device(state)
     compiler.prepare("step", step, state, hparams, batch)
@@ -106,12 +107,13 @@ def test_the_peak_of_a_step_whose_rows_are_cut(devices):
     mesh, optimizer = make_mesh(devices, fsdp=devices), NamedOptimizer(OptimizerConfig())
     builder = TransformerBuilder(ModelConfig(**OF_THREE | {"num_blocks": 3, "max_context": 512}), 0, 1)
     sharding = rows_sharding(batch_sharding(mesh), SHARDS)
-    split, state, hparams = init_exact_state(builder, InitialState(optimizer), mesh, shards=SHARDS, fsdp=True)
-    hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
+    numbers = {**optimizer.settings(100), SPIKE_FACTOR: 0.0}
+    steps = make_steps(builder, token_losses, optimizer, mesh, StepOptions(virtual_shards=SHARDS, fsdp=True), numbers)
+    state, hparams = steps.init()
     batch = batch_of(0, (1, 513), False, fit_sharding(sharding, (1, 513), 1))
     like, compiler = abstract(state), Watched(mesh)
     others = compiler.others - of_one_device(state)
-    step, _ = make_sharded_steps(split, token_losses, optimizer, sharding, shards=SHARDS)
+    step = steps.train
     compiler.prepare("step", step, state, hparams, batch)
     state, _ = compiler.get("step")(state, hparams, batch)
     compiler.close()

@@ -1,7 +1,6 @@
 """Numbers of micro-batches, virtual shards and packed documents are those of plain jax on the whole batch."""
 
 import itertools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +9,15 @@ import optax
 import pytest
 from flax import nnx
 from runs import module
+from states import init_state
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.data.packing import Packed
-from roxxel_dist.train.exact.step import init_exact_state, make_sharded_steps
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
-from roxxel_dist.train.step.state import init_state
-from roxxel_dist.train.step.step import fetch, make_eval_step, make_step, unpack_loss
+from roxxel_dist.train.step.step import fetch, make_step, unpack_loss
+from roxxel_dist.train.steps import StepOptions, make_steps
 
 ROWS, LENGTH, VOCABULARY, SHARDS = 16, 9, 20, 4
 SUM_BOUND = 4 * ROWS * LENGTH * np.finfo(np.float32).eps
@@ -91,20 +90,18 @@ def measured(kind, packed, accum, sharded):
     """(gradient, metrics, losses of a validation) of one step with a learning rate of 1."""
     mesh, optimizer, loss_fn = make_mesh(2), as_optimizer(optax.sgd(1.0)), loss_function(kind, packed)
     sharding = batch_sharding(mesh)
-    init = partial(init_exact_state, shards=SHARDS) if sharded else init_state
-    split, state, hparams = init(build(), InitialState(optimizer), mesh)
-    hparams |= scalars_on(mesh, optimizer.settings(1) | {"spike_factor": 0.0})
+    options = StepOptions(virtual_shards=SHARDS if sharded else 0, grad_accum=accum)
+    steps = make_steps(build(), loss_fn, optimizer, mesh, options, optimizer.settings(1) | {"spike_factor": 0.0})
+    state, hparams = steps.init()
     batch = jax.tree.map(lambda array: jax.device_put(array, sharding), batch_of(kind, packed))
     before = jax.tree.map(np.asarray, state.params)
     if sharded:
-        jitted = make_sharded_steps(split, loss_fn, optimizer, sharding, shards=SHARDS, grad_accum=accum)
         compiler = AotCompiler(mesh)
-        compiler.prepare("step", jitted[0], state, hparams, batch)
-        compiler.prepare("evaluate", jitted[1], state.params, state.rest, hparams, batch)
+        compiler.prepare("step", steps.train, state, hparams, batch)
+        compiler.prepare("evaluate", steps.evaluate(), state.params, state.rest, hparams, batch)
         step, evaluate = compiler.get("step"), compiler.get("evaluate")
     else:
-        step = make_step(split, loss_fn, optimizer, state, sharding, grad_accum=accum)
-        evaluate = make_eval_step(split, loss_fn)
+        step, evaluate = steps.train, steps.evaluate()
     validation = fetch(evaluate(state.params, state.rest, hparams, batch))
     after, metrics = step(state, hparams, batch)
     params = after.parts[0].params if sharded else after.params

@@ -14,7 +14,6 @@ from roxxel_dist import Config, Roxxel
 from roxxel_dist.cli import main
 from roxxel_dist.curriculum.segments import check_batches
 from roxxel_dist.run.components import build_components, open_corpus, temporary_folder
-from roxxel_dist.run.estimate.abstract_steps import abstract_train_state
 from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.weights.base import with_base
 
@@ -108,7 +107,7 @@ def test_it_fits_together_as_it_stands(here, name):
         made = build_components(config, data)
         plan = made.curriculum.plan(config.seed)
         check_batches(made.curriculum.shapes, made.grad_accum)
-        _, state, _ = abstract_train_state(made, made.mesh(), plan.total_steps)
+        state = made.steps(made.mesh(), plan.total_steps).state
     known = [phase.get("steps") for phase in config.phases or [{}]]
     assert plan.total_steps == sum(known) if all(known) else plan.total_steps > 0
     assert state.params

@@ -130,6 +130,20 @@ def test_it_generates(here, capsys):
     assert capsys.readouterr().out.startswith("import")
 
 
+def test_one_that_names_the_axes_of_a_mesh_goes_the_same_way_everywhere(here, tmp_path, capsys):
+    run = str(tmp_path / "placed")
+    placed = ["--model", "own_model:build_placed", "--n_devices", "2", "--log_every", "1"]
+    assert main([*map(str, [*TRAIN, run, *SIX]), *placed]) == 0
+    capsys.readouterr()
+    assert main(["eval", run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["difference"] == 0
+    assert main(["generate", run, "--prompt", "import", "--max_new_tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("import")
+    assert main(["audit", run, "--steps", "5:5", "--dump", str(tmp_path / "dump")]) == 0
+    dumped = float(np.load(tmp_path / "dump" / "step-5.npz")["loss"])
+    assert dumped == pytest.approx(rows(tmp_path / "placed")[5]["train_loss"], rel=1e-5)
+
+
 @pytest.mark.long
 def test_one_that_cannot_generate_trains_and_says_so(corpus, tmp_path):
     fields = {"model": "own_model:build_pooled", "loss": "own_model:pooled_loss", "dim": 7, "max_context": 16}

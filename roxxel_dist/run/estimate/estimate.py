@@ -36,8 +36,7 @@ from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.place.directory import CONFIG, no_run
 from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents, build_components, open_corpus, temporary_folder
-from roxxel_dist.run.estimate.abstract_steps import StepMemory, Steps, memory_analysis
-from roxxel_dist.run.estimate.exact_memory import ExactMemory
+from roxxel_dist.run.estimate.step_memory import ExactMemory, StepMemory, memory_analysis
 from roxxel_dist.run.estimate.target_phases import cure, on_target
 from roxxel_dist.run.estimate.target_process import Report, call_for_target
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase
@@ -47,16 +46,16 @@ from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
-from roxxel_dist.train.exact.own_state import check_own_state
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.step.batch_layout import BatchLayout, batch_layout, cut_rows_text
 from roxxel_dist.train.step.by_parameter import ParameterGroup, groups_of
 from roxxel_dist.train.step.compile import AotCompiler, batch_key
-from roxxel_dist.train.step.optimizer import for_run, schedule_of
+from roxxel_dist.train.step.optimizer import check_update, for_run, schedule_of
 from roxxel_dist.train.step.schedule import scaling_note
 from roxxel_dist.train.step.state import TrainView
-from roxxel_dist.train.step.step import check_vocabulary, micro_batches
+from roxxel_dist.train.step.step import micro_batches
 from roxxel_dist.train.step.throughput import device_bytes
+from roxxel_dist.train.steps import ShardedSteps, Steps
 from roxxel_dist.train.validation_rows import ValidationRows
 from roxxel_dist.utils.display import size
 from roxxel_dist.weights.base import check_weights, find_checkpoint, with_base
@@ -324,8 +323,9 @@ def _estimate(
         last = last_step(plan, options)
         notes += _virtual_shards_notes(options.virtual_shards, curriculum, target)
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
-        steps = Steps.of(components, mesh, plan.total_steps)
+        steps = components.steps(mesh, plan.total_steps)
         split, state, hparams = steps.split, steps.state, steps.hparams
+        check_update(optimizer, state.params, state.opt_state)
         if weights is not None:
             check_weights(weights, split.of_base(state.params, hparams))
             notes.append(f"the weights are those of {weights}")
@@ -335,17 +335,17 @@ def _estimate(
         validation = Validation(*sets, steps.evaluate(), compiler, sharding, rows)
         validation.check(*plan.shapes)
         datasets = {**curriculum.datasets, **components.validation}
-        check_vocabulary(split, components.loss, state, hparams, mesh, plan.shapes[0], datasets)
+        steps.check_vocabulary(plan.shapes[0], datasets)
     phase_spans = spans(plan, last)
     batches = [Stream(plan, curriculum.datasets, sharding, stop - 1, grad_accum).abstract() for _, stop in phase_spans]
-    if options.virtual_shards and config.model is not None:
-        check_own_state(steps.exact()[0].programs, state, hparams, batches[0], mesh)
+    if config.model is not None:
+        steps.check_model_state(batches[0])
     # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
     with contextlib.closing(compiler):
         compiled = (
             _on_devices(compiler, steps, batches)
             if target is None
-            else on_target(target, steps, plan, [stop - 1 for _, stop in phase_spans], batches, validation)
+            else on_target(target, components, steps, plan, [stop - 1 for _, stop in phase_spans], batches, validation)
         )
     notes += filter(None, [scaling_note(schedule_of(optimizer, plan.total_steps), plan.shapes)])
     notes += filter(None, [max_steps_note(plan, options)])
@@ -557,14 +557,14 @@ def _on_devices(
     compiler: AotCompiler, steps: Steps, batches: Sequence[Any]
 ) -> list[tuple[StepMemory | None, TargetPhase | None]]:
     """For each phase (the memory of its training step, None), by the compiler of the devices here."""
-    train_step = steps.train()
-    return [(_step_memory(compiler, train_step, steps, batch), None) for batch in batches]
+    return [(_step_memory(compiler, steps, batch), None) for batch in batches]
 
 
-def _step_memory(compiler: AotCompiler, train_step: Any, steps: Steps, batch: Any) -> StepMemory | None:
+def _step_memory(compiler: AotCompiler, steps: Steps, batch: Any) -> StepMemory | None:
     """The memory of a step; None if the compiler fails because it does not fit."""
-    exact = ExactMemory.of(steps, batch)
-    compiler.prepare(batch_key(batch), exact or train_step, steps.state, steps.hparams, batch)
+    exact = ExactMemory.of_step(steps, batch) if isinstance(steps, ShardedSteps) else None
+    step: Any = exact or steps.train
+    compiler.prepare(batch_key(batch), step, steps.state, steps.hparams, batch)
     try:
         found = compiler.get(batch_key(batch))
         return found if exact else memory_analysis(found)

@@ -8,12 +8,13 @@ from typing import Any
 
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.run.components import RunComponents, build_components
-from roxxel_dist.run.estimate.abstract_steps import StepMemory, Steps, memory_analysis
 from roxxel_dist.run.estimate.exact_cost import measure_exact, simulated_mesh
+from roxxel_dist.run.estimate.step_memory import StepMemory, memory_analysis
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, one_device_flops
 from roxxel_dist.settings.config import Config
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.step.throughput import device_bytes
+from roxxel_dist.train.steps import Steps
 from roxxel_dist.utils.display import size
 
 COMPILED_AT_ONCE = 2
@@ -22,6 +23,7 @@ COMPILED_AT_ONCE = 2
 
 def on_target(
     target: TargetCompiler,
+    components: RunComponents,
     steps: Steps,
     plan: Plan,
     last_steps: Sequence[int],
@@ -31,21 +33,21 @@ def on_target(
     """For each phase (the memory of its training step or None if it does not fit, what its steps cost), by the target's
     compiler; of a phase there is one step, from 0, and its batch."""
     alone, shapes = steps.on_one_device(), [plan.segment(step).shape for step in last_steps]
-    train, evaluate = (steps.train(), alone.train()), (steps.evaluate(), alone.evaluate())
+    train, evaluate = (steps.train, alone.train), (steps.evaluate(), alone.evaluate())
 
-    components, exact = steps.components, list[tuple[Any, Any]]()
-    if components.options.virtual_shards:
+    simulated: tuple[Any, ...] = ()
+    if not steps.is_one_program:
         # Kernels of the target cannot be traced for simulated devices; they change no number of calls.
         config = dataclasses.replace(components.config, attention="xla")
         parts, mesh = _rebuilt(config, components), simulated_mesh(steps.mesh)
-        plain = Steps.of(parts, mesh, plan.total_steps, in_blocks=steps.in_blocks)
-        exact = list(zip(steps.exact(), plain.exact(), strict=True))
+        plain = parts.steps(mesh, plan.total_steps)
+        simulated = plain.train, plain.evaluate()
 
     def compiled(what: str, kind: int, args: tuple[Any, ...], args_alone: tuple[Any, ...]) -> Any:
         step, step_alone = (train, evaluate)[kind]
         flops = one_device_flops(alone.mesh, step_alone, args_alone)
-        if exact:
-            return measure_exact(target, what, *exact[kind], args, flops)
+        if simulated:
+            return measure_exact(target, what, step, simulated[kind], args, flops)
         return target.measure(what, steps.mesh, step, args, flops)
 
     with ThreadPoolExecutor(COMPILED_AT_ONCE, "roxxel-target") as pool:
@@ -110,14 +112,14 @@ def cure(target: TargetCompiler, components: RunComponents, plan: Plan, step: in
             changed = dataclasses.replace(config, **change)
             changed.validate()
             made = _rebuilt(changed, components, components.devices)
-            steps = Steps.of(made, made.mesh(target.hosts), plan.total_steps)
+            steps = made.steps(made.mesh(target.hosts), plan.total_steps)
         except ValueError:
             continue  # not for this model, or not on these devices
         args = steps.training_args(batch)
         if device_bytes(args) > limit:
             continue  # the state alone is too large
         what = f"with {words}, the training step of phase {plan.phase(step) + 1}"
-        found, _ = target.measure(what, steps.mesh, steps.train(), args, 0.0)
+        found, _ = target.measure(what, steps.mesh, steps.train, args, 0.0)
         if found.fits:
             return f"with {words} it takes {size(found.peak_bytes or 0)} and fits"
         tried.append(words)

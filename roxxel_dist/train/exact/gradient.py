@@ -62,8 +62,6 @@ class ShardPrograms:
     grad_accum: int
     compute_dtype: Any
     skip_bad: bool
-    in_blocks: bool = True
-    """Whether parameters are updated in blocks and groups, where the optimizer can; other bits than all together."""
     end: int | None = None
     """The id of end-of-text, whose losses a validation sums up too; see `token_losses`."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.model.pieces import RowCut
+from roxxel_dist.model.cut_attention import RowCut
 from roxxel_dist.train.exact.layout import Layout, copies
 from roxxel_dist.train.exact.reduction import Programs, Tree, add_sums
 from roxxel_dist.train.step.compile import Compile, CompileForEach
@@ -42,8 +42,8 @@ class KeyMoves:
         cls, layout: Layout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
     ) -> "KeyMoves":
         """For (keys, values) of a shard such as `like`."""
-        here = min(layout.most, cut.shards)
-        share, devices, order = cut.shards // here, layout.devices, np.argsort(cut.places)
+        here = min(layout.most, cut.parts)
+        share, devices, order = cut.parts // here, layout.devices, np.argsort(cut.places)
         mesh = Mesh(layout.line.devices.reshape(-1, share), (ROWS, PIECES), axis_types=(AxisType.Auto,) * 2)
 
         def join_keys(parts: list[Any]) -> Any:
@@ -69,15 +69,15 @@ class KeyMoves:
                 lambda x: jax.ShapeDtypeStruct((blocks, *x.shape[1:]), of or x.dtype, sharding=sharding), like
             )
 
-        sums = sized(cut.blocks, jnp.float32)
+        sums = sized(cut.row_blocks, jnp.float32)
         gather = scatter = None
         if share > 1:
             spec, size = P((ROWS, PIECES)), layout.line.size
             cut_over = NamedSharding(mesh, spec)
-            whole = sized(cut.blocks // share * size, sharding=cut_over)
+            whole = sized(cut.row_blocks // share * size, sharding=cut_over)
             mapped = jax.shard_map(gather_keys, mesh=mesh, in_specs=spec, out_specs=P(ROWS), check_vma=False)
             gather = compile_one(jax.jit(mapped), (whole,), mesh)
-            whole = sized(cut.blocks * size, jnp.float32, sharding=cut_over)
+            whole = sized(cut.row_blocks * size, jnp.float32, sharding=cut_over)
             mapped = jax.shard_map(scatter_sums, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
             scatter = compile_one(jax.jit(mapped), (whole,), mesh)
         return cls(
@@ -87,7 +87,7 @@ class KeyMoves:
             gather=gather,
             add=for_each(jax.jit(add_sums, donate_argnums=0), (sums, sums), devices) if here > 1 else (),
             scatter=scatter,
-            split=for_each(jax.jit(split_sums), (sized(cut.blocks // share, jnp.float32),), devices),
+            split=for_each(jax.jit(split_sums), (sized(cut.row_blocks // share, jnp.float32),), devices),
             mesh=mesh,
         )
 

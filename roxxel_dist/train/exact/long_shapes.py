@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from roxxel_dist.model.pieces import RowCut
+from roxxel_dist.model.cut_attention import RowCut
+from roxxel_dist.model.pieces import in_blocks
 from roxxel_dist.train.exact.gradient import ShardPrograms
 from roxxel_dist.train.exact.layout import Layout, shapes_of
 from roxxel_dist.train.exact.packing import Packed
@@ -53,7 +54,7 @@ class LongShapes:
         piece, segments = jax.eval_shape(lambda rows, shard: piece_of(cut, rows, shard), rows, NUMBER)
         x = jax.eval_shape(programs.embed, model, NUMBER, piece)
         q, k, v, normed = jax.eval_shape(programs.before, model, NUMBER, NUMBER, piece.positions, x)
-        kv = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cut.blocks, *leaf.shape[1:]), leaf.dtype), (k, v))
+        kv = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cut.row_blocks, *leaf.shape[1:]), leaf.dtype), (k, v))
         after = model, NUMBER, NUMBER, segments, x, q, normed, kv, ZERO
         _, _, mixed, log_sums = jax.eval_shape(programs.after, *after)
         return cls(programs, model, rows, piece, segments, x, q, (k, v), kv, normed, mixed, log_sums)
@@ -158,11 +159,12 @@ def piece_of(cut: RowCut, batch: Any, shard: jax.Array) -> tuple[Piece, jax.Arra
     """
     packed = hasattr(batch, "tokens")
     here, numbers = jax.tree.leaves(batch)[0].shape[0], cut.numbers(shard)
-    row = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, shard // cut.shards % here, keepdims=False), batch)
+    row = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, shard // cut.parts % here, keepdims=False), batch)
     tokens, segments, positions = row if packed else (row, None, None)
     inputs, targets = tokens[:-1], tokens[1:]
     counted = jnp.ones(targets.shape, bool) if segments is None else segments[1:] == segments[:-1]
     places = jnp.arange(inputs.shape[0]) if positions is None else positions[:-1]
+    split = partial(in_blocks, cut)
     # Padding counts nothing, and no token before it attends to it.
-    piece = Piece(cut.split(inputs), cut.split(targets), cut.split(counted, repeat=False), cut.split(places))
-    return Piece(*(each[numbers] for each in piece)), None if segments is None else cut.split(segments[:-1])
+    piece = Piece(split(inputs), split(targets), split(counted, repeat=False), split(places))
+    return Piece(*(each[numbers] for each in piece)), None if segments is None else split(segments[:-1])

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from roxxel_dist.model.attention_kernels import Scores, blocked_backward, blocked_forward, scores_of
+from roxxel_dist.model.attention_kernels import Blocks, Scores, blocked_backward, blocked_forward, scores_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.cross_entropy import Losses
+from roxxel_dist.model.cut_attention import RowCut
 from roxxel_dist.model.loss import losses_of_states, minimized_of_states, next_token_loss
-from roxxel_dist.model.pieces import RowCut, after_attention, before_attention, only_block
+from roxxel_dist.model.pieces import after_attention, before_attention, keys_of_shard, only_block
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.gradient import ShardPrograms, Sums, fold_in_shard, random_counts
 from roxxel_dist.train.exact.packing import Packed, pack, unpack
@@ -63,7 +64,8 @@ class PiecePrograms:
         """For such (abstract) arguments."""
         rows, length = jax.tree.leaves(batch)[0].shape
         config = programs.split.merge(*model, training=training).config
-        return cls(programs, RowCut.of(programs.shards // rows, length - 1, config.window), rows, config, training)
+        cut = RowCut.of_length(programs.shards // rows, length - 1, config.window, by_place=False)
+        return cls(programs, cut, rows, config, training)
 
     @property
     def layers(self) -> int:
@@ -145,8 +147,8 @@ class PiecePrograms:
 
         `kv` are the keys and values of the whole row.
         """
-        (k, v), at, scores = kv, self.cut.seen(shard, segments), self._scores(q)
-        mixed, log_sums = blocked_forward(q, k, v, at, self.cut.blocks, self.cut.window, scores)
+        (k, v), at, scores = kv, self._keys(shard, segments), self._scores(q)
+        mixed, log_sums = blocked_forward(q, k, v, at, self.cut.row_blocks, self.config.window, scores)
         own, function = self._function(AFTER, model, shard, layer, after_attention)
         x, more = function(own, x, mixed, normed)
         return x, balance + more, mixed, log_sums
@@ -171,9 +173,13 @@ class PiecePrograms:
         grads, d_x, d_mixed, d_normed = self._pulled(
             AFTER, model, shard, layer, after_attention, args, (d_x, d_balance)
         )
-        (k, v), at, scores = kv, self.cut.seen(shard, segments), self._scores(q)
-        d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, self.cut.blocks, self.cut.window, scores)
+        (k, v), at, blocks = kv, self._keys(shard, segments), self.cut.row_blocks
+        rules = self.config.window, self._scores(q)
+        d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, blocks, *rules)
         return grads, d_x, d_q, d_normed, tuple(d_kv)
+
+    def _keys(self, shard: Any, segments: Any) -> Blocks:
+        return keys_of_shard(self.cut, shard, segments, self.config.window)
 
     def _scores(self, q: jax.Array) -> Scores:
         return scores_of(self.config).scaled(q.shape[-1])
@@ -218,7 +224,7 @@ class PiecePrograms:
         loss, count = jnp.where(piece.counted, found.losses, 0).sum(), jnp.float32(piece.counted.sum())
         if self.config.z_loss:
             of_experts += self.config.z_loss * jnp.where(piece.counted, jnp.square(found.log_sums), 0).sum()
-        row = jnp.arange(self.rows) == shard // self.cut.shards
+        row = jnp.arange(self.rows) == shard // self.cut.parts
         return loss, count, of_experts, jnp.where(row, loss, 0), jnp.where(row, count, 0)
 
     def named(self, sums: Mapping[str, Any], params: Leaves) -> dict[str, Any]:

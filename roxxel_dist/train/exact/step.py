@@ -14,13 +14,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import one_device
 from roxxel_dist.cluster.parameter_sharding import fsdp_axis
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.exact.block_update import BlockUpdate
 from roxxel_dist.train.exact.blocks import block_dimensions
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import DeviceStates, Layout, copies, placed_as, shapes_of
+from roxxel_dist.train.exact.layout import DeviceStates, Layout, copies, shapes_of
 from roxxel_dist.train.exact.long_rows import CompiledLongEvaluation, CompiledLongStep
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
@@ -28,55 +27,23 @@ from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction
 from roxxel_dist.train.exact.slices import Gather
 from roxxel_dist.train.exact.update import Totals, WholeUpdate
 from roxxel_dist.train.step.compile import Compile, CompileForEach
-from roxxel_dist.train.step.optimizer import Optimizer
-from roxxel_dist.train.step.state import TrainState, init_state, placed_state
-from roxxel_dist.train.step.step import BALANCE, Hparams, LossFn, Metrics
+from roxxel_dist.train.step.state import TrainState, placed_state
+from roxxel_dist.train.step.step import BALANCE, Hparams, Metrics
 
 
-def make_sharded_steps(
-    split: ModuleSplit,
-    loss_fn: LossFn,
-    optimizer: Optimizer,
-    sharding: NamedSharding,
-    *,
-    shards: int,
-    grad_accum: int = 1,
-    compute_dtype: Any = None,
-    skip_bad: bool = False,
-    in_blocks: bool = True,
-    end: int | None = None,
-) -> "tuple[ShardedStep, ShardedEvaluation]":
-    """What `make_step` and `make_eval_step` give, for an `AotCompiler` to compile: the same bits on any devices.
+def exact_places(
+    split: ModuleSplit, state: TrainState, hparams: Leaves, init_optimizer: Any, mesh: Mesh, shards: int, *, fsdp: bool
+) -> tuple[TrainState, Leaves]:
+    """How arrays of one device, or their shapes, lie on a mesh with virtual shards: as shapes with shardings.
 
-    `shards` is the number of virtual shards, at least that of the devices of `sharding`. It divides the rows of a
-    batch, or these divide it; of each shard there are `grad_accum` micro-batches. Updates are `in_blocks` but in runs
-    that were begun without. `end` is as for `make_eval_step`.
+    Each device has the whole or, with `fsdp`, its slices: where it can be, of as many blocks of an update (see
+    `blocks.py`).
     """
-    layout = Layout(shards, sharding)
-    programs = ShardPrograms(split, loss_fn, optimizer, shards, grad_accum, compute_dtype, skip_bad, in_blocks, end)
-    return ShardedStep(programs, layout), ShardedEvaluation(programs, layout)
-
-
-def init_exact_state(
-    model: Any, init_optimizer: Any, mesh: Mesh, *, shards: int, fsdp: bool = False, **options: Any
-) -> Any:
-    """`init_state` for virtual shards: each process computes it on one device, the same on any, and gives each device
-    the whole or, with fsdp, its slices: where it can be, of as many blocks of an update (see `blocks.py`)."""
-    split, state, hparams = init_state(model, init_optimizer, one_device(mesh), **options)
-    if fsdp:
-        like = exact_slices(split, state, hparams, init_optimizer, mesh, shards)
-    else:
+    if not fsdp:
         everywhere = NamedSharding(mesh, P())
-        like = jax.tree.map(
+        return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), (state, hparams)
         )
-    return split, *placed_as((state, hparams), like)
-
-
-def exact_slices(
-    split: ModuleSplit, state: TrainState, hparams: Leaves, init_optimizer: Any, mesh: Mesh, shards: int
-) -> tuple[TrainState, Leaves]:
-    """How fsdp cuts such arrays, or shapes, for virtual shards: as shapes with shardings."""
     fits = shards % mesh.shape[fsdp_axis(mesh)] == 0
     cut = block_dimensions(split, state.params, shards) if fits else {}
     return placed_state(split, state, hparams, init_optimizer, mesh, cut)

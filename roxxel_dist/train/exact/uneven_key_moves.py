@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.model.pieces import RowCut
+from roxxel_dist.model.cut_attention import RowCut
 from roxxel_dist.train.exact.key_moves import ByShard
 from roxxel_dist.train.exact.layout import SHARDS, Layout
 from roxxel_dist.train.exact.reduction import Programs, Tree, add_sums, subtrees, total_of
@@ -68,7 +68,7 @@ class UnevenKeyMoves:
         """For (keys, values) of a shard such as `like`."""
         size, most, devices = layout.line.size, layout.most, layout.devices
         owned = [layout.shards_of(device) for device in layout.line.devices.flat]
-        parts = [parts_of(own, cut.shards) for own in owned]
+        parts = [parts_of(own, cut.parts) for own in owned]
         most_parts, order = max(map(len, parts)), np.argsort(cut.places)
         # Where each shard is, when those of all devices lie one behind the other.
         slots = np.concatenate([np.arange(len(own)) + most * i for i, own in enumerate(owned)])
@@ -79,7 +79,7 @@ class UnevenKeyMoves:
         def gather_keys(own: Any) -> Any:
             def rows(x: jax.Array) -> jax.Array:
                 by_shard = jax.lax.all_gather(x[0], SHARDS, tiled=True)[slots]  # [shards of all rows, N, ...]
-                return by_shard.reshape(-1, cut.blocks, *x.shape[3:])[:, cut.places][None]
+                return by_shard.reshape(-1, cut.row_blocks, *x.shape[3:])[:, cut.places][None]
 
             return jax.tree.map(rows, own)
 
@@ -90,8 +90,8 @@ class UnevenKeyMoves:
             numbers = np.array([[each[k] if k < len(each) else -1 for k in range(most)] for each in owned])
 
             def of_part(x: jax.Array, row: int) -> jax.Array:
-                by_shard = x[order].reshape(cut.shards, -1, *x.shape[1:])[numbers % cut.shards]
-                is_for = ((numbers // cut.shards) == row).reshape(size, most, *[1] * x.ndim)
+                by_shard = x[order].reshape(cut.parts, -1, *x.shape[1:])[numbers % cut.parts]
+                is_for = ((numbers // cut.parts) == row).reshape(size, most, *[1] * x.ndim)
                 return jnp.where(is_for, by_shard, 0)  # [devices, their shards, N, ...]
 
             def arrange_sums(sums: list[Any]) -> Any:
@@ -115,10 +115,10 @@ class UnevenKeyMoves:
                         for number, part in enumerate(each)
                         if part.row == row
                     }
-                    return total_of(known, 0, cut.shards)
+                    return total_of(known, 0, cut.parts)
 
                 def of_shard(k: int) -> Any:
-                    return jax.tree.map(lambda x: total(x, k, own[k] // cut.shards), received)
+                    return jax.tree.map(lambda x: total(x, k, own[k] // cut.parts), received)
 
                 return [of_shard(k) for k in range(len(own))]
 
@@ -142,15 +142,15 @@ class UnevenKeyMoves:
                 for number, device in zip(numbers, devices, strict=True)
             ]
 
-        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct((cut.blocks, *x.shape[1:]), x.dtype), like)
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, layout.count // cut.shards, *x.shape), x.dtype), row)
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct((cut.row_blocks, *x.shape[1:]), x.dtype), like)
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, layout.count // cut.parts, *x.shape), x.dtype), row)
         sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), row)
         stacked = jax.eval_shape(stack_keys, [like])
         sent = jax.eval_shape(arranged(parts[0]), [sums] * len(parts[0]))
         number = jax.ShapeDtypeStruct((), np.int32)
         return cls(
             layout=layout,
-            shards=cut.shards,
+            shards=cut.parts,
             stack=for_own(lambda _: stack_keys, lambda i: ([like] * len(owned[i]),)),
             gather=compile_one(mapped(gather_keys), (along(stacked),), layout.line),
             pick=for_each(jax.jit(pick_row), (rows, number), devices),

@@ -70,7 +70,7 @@ class Totals:
     def of(cls, programs: ShardPrograms, params: Leaves, like: Any, **rest: Any) -> "Totals":
         """For (abstract) parameters and sums."""
         optimizer = for_model(programs.optimizer, programs.split.params.matrices)
-        blocks = Blocks.of(programs.split, params, optimizer, programs.shards) if programs.in_blocks else None
+        blocks = Blocks.of(programs.split, params, optimizer, programs.shards)
         sums = None if blocks is None else BlockSums(blocks, shapes_of(params), like)
         return cls(programs=programs, like=like, blocks=sums, **rest)
 

@@ -34,8 +34,8 @@ class NamedOptimizer:
 
     config: OptimizerConfig
     matrices: Mapping[str, Matrix] = field(default_factory=dict, hash=False)
-    """The parameters that are more than one matrix, or have several axes as columns; `init_state` and `make_step` fill
-    it in from the model."""
+    """The parameters that are more than one matrix, or have several axes as columns; filled in from the model by
+    `StateBuilder` and `make_step`."""
     widths: Mapping[str, Width] = field(default_factory=dict, hash=False)
     """With mup, how much wider each parameter is than at the base width (`model.parametrization.widths`)."""
     own: Callable[[jax.Array], optax.GradientTransformation] | None = None

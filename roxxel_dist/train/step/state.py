@@ -5,15 +5,14 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.errors import TraceContextError
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +20,7 @@ from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_pr
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import fsdp_axis, parameter_sharding
 from roxxel_dist.cluster.xla_flags import SAVE_MEMORY
-from roxxel_dist.model.split import Leaves, ModuleSplit, named_leaves, split_module
+from roxxel_dist.model.split import Leaves, ModuleSplit, TracedModule, split_module, trace_module
 from roxxel_dist.train.step.average import Averaged, inner_state
 from roxxel_dist.train.step.bad_steps import LossMonitorState
 from roxxel_dist.train.step.optimizer import InitialState
@@ -50,67 +49,102 @@ class TrainState(NamedTuple):
         return self.opt_state.average if isinstance(self.opt_state, Averaged) else self.params
 
 
-def init_state(
-    model: nnx.Module | Callable[[], nnx.Module],
-    init_optimizer: Callable[[Leaves], Any],
-    mesh: Mesh,
-    *,
-    fsdp: bool = False,
-    dtype: Any = None,
-    restored: bool = False,
-    load: Callable[[Leaves, Leaves], Leaves] | None = None,
-) -> tuple[ModuleSplit, TrainState, Leaves]:
-    """(what does not change, the state before the first step, the inputs of every step by name), on the mesh.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StateBuilder:
+    """The state of a model before the first step: its shapes at once, and its arrays when they are asked for."""
 
-    A module is the same on every process, and its arrays are copied; a callable has random streams of its own, and is
-    traced and computed straight into its shards. The inputs of every step are the module's hparams, float32[] scalars,
-    and what is frozen of its parameters.
+    split: ModuleSplit
+    source: TracedModule | Leaves
+    """What gives the leaves: the trace of a callable, or the arrays of a module."""
+    init_optimizer: Callable[[Leaves], Any]
+    mesh: Mesh
+    fsdp: bool = False
+    dtype: Any = None
 
-    Args:
-        model: one of these.
-        init_optimizer: parameters to the optimizer's state, as an optax transformation's `init`.
-        mesh: devices of all processes.
-        fsdp: cut large parameters over the mesh's "fsdp", or its first axis where it has none. What a module asks for
-            itself (`nnx.with_partitioning`) holds in any case.
-        dtype: of all floating parameters, and so of the moments; None leaves them as they are.
-        restored: the state will be read from a checkpoint: `jax.ShapeDtypeStruct`s with shardings stand for a
-            callable's parameters, the moments, the step and the monitor.
-        load: (parameters, state beside them) to those of a trained model, placed alike, by name in one dictionary. Of
-            a module with adapters the parameters are the frozen ones. It is called for a state that is restored too
-            if there are frozen ones, and then with no state: the checkpoint has it.
+    @classmethod
+    def of_model(
+        cls,
+        model: nnx.Module | Callable[[], nnx.Module],
+        init_optimizer: Callable[[Leaves], Any],
+        mesh: Mesh,
+        *,
+        fsdp: bool = False,
+        dtype: Any = None,
+    ) -> "StateBuilder":
+        """Split a module, or trace what makes one; nothing is computed.
 
-    Raises:
-        ValueError: the mesh has no such axis, or it does not divide; or a device has no room for the state.
-        TypeError: the callable returns no module.
-    """
-    if isinstance(model, nnx.Module):
-        split, params, rest, hparams = split_module(model)
-        arrays = params | rest | hparams
-        like = _placed(split, arrays, mesh, fsdp, dtype)
-        leaves = {name: _spread(_cast(leaf, like[name].dtype), like[name].sharding) for name, leaf in arrays.items()}
-    else:
-        split, shapes, compute = _trace(model, mesh)
-        like = _placed(split, shapes, mesh, fsdp, dtype)
-        _check_room(*_assemble(split, like, init_optimizer, mesh, shapes=True), mesh)
-        given = {*(split.params.names if restored else ()), *(_loaded(split) if load is not None else ())}
-        size = sum(like[name].size for name in {*split.params.names, *split.frozen.names} - given)
-        leaves: dict[str, Any] = {name: like[name] for name in given}
-        with jax.set_mesh(mesh), _logged_if_slow(f"initialising {size:,} parameters"):
-            for program in _init_programs(split, compute, like, mesh, given):
-                leaves |= jax.block_until_ready(program())
-    if load is not None and (split.frozen.names or not restored):
-        state = () if restored else split.state_names
-        leaves |= load(*({name: leaves[name] for name in names} for names in (_loaded(split), state)))
-    return split, *_assemble(split, leaves, init_optimizer, mesh, shapes=restored)
+        Args:
+            model: a module, the same on every process, or a callable that makes one with random streams of its own.
+            init_optimizer: parameters to the optimizer's state, as an optax transformation's `init`.
+            mesh: devices of all processes.
+            fsdp: cut large parameters over the mesh's "fsdp", or its first axis where it has none. What a module asks
+                for itself (`nnx.with_partitioning`) holds in any case.
+            dtype: of all floating parameters, and so of the moments; None leaves them as they are.
 
+        Raises:
+            TypeError: the callable returns no module.
+        """
+        if isinstance(model, nnx.Module):
+            split, *parts = split_module(model)
+            source: TracedModule | Leaves = {name: leaf for part in parts for name, leaf in part.items()}
+        else:
+            source = trace_module(model, mesh)
+            split = source.split
+        return cls(split=split, source=source, init_optimizer=init_optimizer, mesh=mesh, fsdp=fsdp, dtype=dtype)
 
-def abstract_state(
-    model: Callable[[], nnx.Module], init_optimizer: Callable[[Leaves], Any], mesh: Mesh, *, fsdp: bool, dtype: Any
-) -> tuple[ModuleSplit, TrainState, Leaves]:
-    """What `init_state` gives, as `jax.ShapeDtypeStruct`s with shardings: nothing is computed. It raises the same."""
-    split, shapes, _ = _trace(model, mesh)
-    like = _placed(split, shapes, mesh, fsdp, dtype)
-    return split, *_assemble(split, like, init_optimizer, mesh, shapes=True)
+    def on(self, mesh: Mesh, *, fsdp: bool = False) -> "StateBuilder":
+        """The same on another mesh; the model is not traced again."""
+        return replace(self, mesh=mesh, fsdp=fsdp)
+
+    @cached_property
+    def _like(self) -> dict[str, jax.ShapeDtypeStruct]:
+        shapes = self.source.shapes if isinstance(self.source, TracedModule) else self.source
+        return _placed(self.split, shapes, self.mesh, self.fsdp, self.dtype)
+
+    @cached_property
+    def shapes(self) -> tuple[TrainState, Leaves]:
+        """What `build` gives, as `jax.ShapeDtypeStruct`s with shardings.
+
+        Raises ValueError where the mesh has no axis that a parameter asks for, or it does not divide.
+        """
+        return _assemble(self.split, self._like, self.init_optimizer, self.mesh, shapes=True)
+
+    def build(
+        self, *, restored: bool = False, load: Callable[[Leaves, Leaves], Leaves] | None = None
+    ) -> tuple[TrainState, Leaves]:
+        """(the state before the first step, the inputs of every step by name), on the mesh.
+
+        The inputs of every step are the module's hparams, float32[] scalars, and what is frozen of its parameters. The
+        arrays of a module are copied; those of a callable are computed straight into their shards.
+
+        Args:
+            restored: the state will be read from a checkpoint: `jax.ShapeDtypeStruct`s with shardings stand for a
+                callable's parameters, the moments, the step and the monitor.
+            load: (parameters, state beside them) to those of a trained model, placed alike, by name in one dictionary.
+                Of a module with adapters the parameters are the frozen ones. It is called for a state that is restored
+                too if there are frozen ones, and then with no state: the checkpoint has it.
+
+        Raises:
+            ValueError: a device has no room for the state.
+        """
+        split, like, source = self.split, self._like, self.source
+        leaves: dict[str, Any]
+        if isinstance(source, TracedModule):
+            _check_room(*self.shapes, self.mesh)
+            given = {*(split.params.names if restored else ()), *(_loaded(split) if load is not None else ())}
+            size = sum(like[name].size for name in {*split.params.names, *split.frozen.names} - given)
+            leaves = {name: like[name] for name in given}
+            with jax.set_mesh(self.mesh), _logged_if_slow(f"initialising {size:,} parameters"):
+                for program in _init_programs(split, source, like, self.mesh, given):
+                    leaves |= jax.block_until_ready(program())
+        else:
+            leaves = {
+                name: _spread(_cast(leaf, like[name].dtype), like[name].sharding) for name, leaf in source.items()
+            }
+        if load is not None and (split.frozen.names or not restored):
+            state = () if restored else split.state_names
+            leaves |= load(*({name: leaves[name] for name in names} for names in (_loaded(split), state)))
+        return _assemble(split, leaves, self.init_optimizer, self.mesh, shapes=restored)
 
 
 def placed_state(
@@ -121,7 +155,7 @@ def placed_state(
     mesh: Mesh,
     cut: Mapping[str, int],
 ) -> tuple[TrainState, Leaves]:
-    """How `init_state` with fsdp would place these arrays, or shapes, on a mesh: as shapes with shardings.
+    """How a `StateBuilder` with fsdp would place these arrays, or shapes, on a mesh: as shapes with shardings.
 
     Parameters in `cut` are cut over the axis of fsdp along that dimension.
     """
@@ -190,39 +224,9 @@ def _loaded(split: ModuleSplit) -> tuple[str, ...]:
     return split.frozen.names or split.params.names
 
 
-def _trace(
-    build: Callable[[], nnx.Module], mesh: Mesh
-) -> tuple[ModuleSplit, dict[str, Any], Callable[[Sequence[str]], Leaves]]:
-    """(what does not change, shapes by name, what computes leaves by name) of a module yet to be made.
-
-    The module is traced once, and nothing of it is computed.
-    """
-
-    def split_state() -> Any:
-        try:
-            model = build()
-        except TraceContextError as error:
-            error.add_note("a callable that makes the model is traced: it must make its nnx.Rngs itself")
-            raise
-        if not isinstance(model, nnx.Module):
-            raise TypeError(f"model is a callable that returned a {type(model).__name__}: it must return an nnx.Module")
-        return nnx.split(model)
-
-    # NNX would place each variable as it is made, and fail at logical axes. The mesh is there for the module's own use.
-    with jax.set_mesh(mesh), nnx.use_eager_sharding(False):
-        closed, (graphdef, state) = jax.make_jaxpr(split_state, return_shape=True)()
-    shapes = named_leaves(state)[1]
-
-    def compute(names: Sequence[str]) -> Leaves:
-        leaves = dict(zip(shapes, jaxpr_as_fun(closed)(), strict=True))
-        return {name: leaves[name] for name in names}
-
-    return split_module(nnx.merge(graphdef, state))[0], shapes, compute
-
-
 def _init_programs(
     split: ModuleSplit,
-    compute: Callable[[Sequence[str]], Leaves],
+    traced: TracedModule,
     like: Mapping[str, jax.ShapeDtypeStruct],
     mesh: Mesh,
     given: Collection[str] = (),
@@ -237,7 +241,7 @@ def _init_programs(
 
     def program(names: Sequence[str]) -> Any:
         def make() -> Leaves:
-            return {name: _cast(leaf, like[name].dtype) for name, leaf in compute(names).items()}
+            return {name: _cast(leaf, like[name].dtype) for name, leaf in traced.compute(names).items()}
 
         return jax.jit(make, out_shardings={name: like[name].sharding for name in names}, compiler_options=options)
 
@@ -387,20 +391,23 @@ class TrainView:
             optimizer.step[...] = jnp.asarray(int(self.step), optimizer.step[...].dtype)
 
     def local_model(self) -> Any:
-        """`model` on this process's first device alone. Every process must ask for it.
+        """`model` on this process's first device alone; what `local_leaves` says holds."""
+        return self._split.merge(*self.local_leaves(self.evaluated), training=False)
 
-        Raises MemoryError, on every process, where a device of one of them has no room for the whole model beside
-        what it holds.
+    def local_leaves(self, params: Leaves) -> tuple[Leaves, Leaves, Leaves]:
+        """(`params`, the rest, the inputs of every step) on this process's first device. Every process must ask for it.
+
+        `params` are this view's own, or those that are evaluated. Raises MemoryError, on every process, where a device
+        of one of them has no room for the whole model beside what it holds.
         """
-        leaves, tree = jax.tree.flatten((self._state.evaluated, self._state.rest, self._hparams))
+        leaves, tree = jax.tree.flatten((params, self._state.rest, self._hparams))
         cut = {i: leaf for i, leaf in enumerate(leaves) if not leaf.sharding.is_fully_replicated}
         if cut:
             _check_room_for_model(sum(leaf.size * leaf.dtype.itemsize for leaf in cut.values()))
             everywhere = NamedSharding(next(iter(cut.values())).sharding.mesh, P())
             whole = jax.jit(lambda cut: cut, out_shardings=everywhere)(cut)
             leaves = [whole.get(i, leaf) for i, leaf in enumerate(leaves)]
-        params, rest, hparams = jax.tree.unflatten(tree, [leaf.addressable_data(0) for leaf in leaves])
-        return self._split.merge(params, rest, hparams, training=False)
+        return jax.tree.unflatten(tree, [leaf.addressable_data(0) for leaf in leaves])
 
 
 def _on_one_device(leaf: jax.Array) -> jax.Array:

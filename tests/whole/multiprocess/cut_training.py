@@ -11,11 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.distributed import barrier, is_primary
-from roxxel_dist.cluster.mesh import make_mesh, scalars_on
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.layers import Dropout
 from roxxel_dist.train.step.optimizer import as_optimizer
-from roxxel_dist.train.step.state import init_state
-from roxxel_dist.train.step.step import make_step
+from roxxel_dist.train.steps import StepOptions, make_steps
 
 
 class Net(nnx.Module):
@@ -35,14 +34,14 @@ def loss_fn(model: Net, batch: jax.Array) -> jax.Array:
 
 mesh, optimizer = make_mesh(), optax.adamw(1e-2)
 batch = np.random.default_rng(0).integers(0, 512, (8, 33)).astype(np.int32)
-rows = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, P("data")), lambda index: batch[index])
+by_rows = NamedSharding(mesh, P("data"))
+rows = jax.make_array_from_callback(batch.shape, by_rows, lambda index: batch[index])
 for how, model in (("callable", Net), ("module", nnx.jit(Net)())):
-    parts, state, settings = init_state(model, optimizer.init, mesh, fsdp=True)
+    numbers = {"spike_factor": 0.0}
+    steps = make_steps(model, loss_fn, as_optimizer(optimizer), by_rows, StepOptions(fsdp=True), numbers)
+    state, settings = steps.init()
     cut = [name for name, leaf in state.params.items() if not leaf.is_fully_replicated]
-    settings |= scalars_on(mesh, {"spike_factor": 0.0})
-    step = (
-        make_step(parts, loss_fn, as_optimizer(optimizer), state, rows.sharding).lower(state, settings, rows).compile()
-    )
+    step = steps.train.lower(state, settings, rows).compile()
     losses = []
     for _ in range(4):
         state, metrics = step(state, settings, rows)

@@ -1,4 +1,5 @@
-"""The memory of a step with virtual shards: programs of a shard are compiled, and what is alive beside them added."""
+"""The memory of a step: of one program as XLA says; with virtual shards the programs of a shard are compiled, and what
+is alive beside them is added."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,48 +7,58 @@ from typing import Any
 
 import jax
 
-from roxxel_dist.cluster.mesh import batch_sharding
-from roxxel_dist.run.estimate.abstract_steps import StepMemory, Steps
-from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import Layout, rows_sharding, shapes_of
+from roxxel_dist.run.estimate.target_steps import peak_bytes
+from roxxel_dist.train.exact.layout import shapes_of
 from roxxel_dist.train.exact.long_shapes import LongSums
 from roxxel_dist.train.exact.memory import StepPeaks, long_peaks, step_peaks
 from roxxel_dist.train.exact.step import RowSums
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.throughput import device_bytes
+from roxxel_dist.train.steps import ShardedSteps
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of one device, from XLA's memory analysis of the compiled step."""
+
+    arguments: int
+    """State, settings and batch."""
+    temporaries: int
+    """Activations, gradients, gathered parameters."""
+    results: int
+    """Outputs besides the state, which reuses the memory of the previous state."""
+    code: int
+    """The program itself, if the backend reports it."""
+    peak: int
+    """All of them together."""
+
+
+def memory_analysis(program: Any) -> StepMemory:
+    """Memory of each device for a compiled program, from XLA's memory analysis."""
+    account = program.memory_analysis()
+    parts = {
+        "arguments": account.argument_size_in_bytes,
+        "temporaries": account.temp_size_in_bytes,
+        "results": account.output_size_in_bytes - account.alias_size_in_bytes,
+        "code": account.generated_code_size_in_bytes,
+    }
+    return StepMemory(**parts, peak=peak_bytes(program))
 
 
 @dataclass(frozen=True)
 class ExactMemory:
-    """The memory of a training step, for an `AotCompiler` to find."""
+    """The memory of a training step with virtual shards, for an `AotCompiler` to find."""
 
-    steps: Steps
+    steps: ShardedSteps
     sums: RowSums | LongSums
     batch: Any
     """As shapes, with shardings."""
 
     @classmethod
-    def of(cls, steps: Steps, batch: Any) -> "ExactMemory | None":
-        """None without virtual shards."""
-        of, options = steps.components, steps.components.options
-        count, sharding = options.virtual_shards, rows_sharding(batch_sharding(steps.mesh), options.virtual_shards)
-        if not count:
-            return None
-        programs = ShardPrograms(
-            steps.split,
-            of.loss,
-            of.optimizer,
-            count,
-            of.grad_accum,
-            steps.compute_dtype,
-            options.on_bad_step == "skip",
-            steps.in_blocks,
-        )
-        cuts_rows = jax.tree.leaves(batch)[0].shape[0] < count
-        sums = (LongSums if cuts_rows else RowSums).of(
-            programs, Layout(count, sharding), steps.state, steps.hparams, shapes_of(batch)
-        )
-        return cls(steps, sums, batch)
+    def of_step(cls, steps: ShardedSteps, batch: Any) -> "ExactMemory":
+        """Of the step for such a batch."""
+        kind = LongSums if jax.tree.leaves(batch)[0].shape[0] < steps.layout.count else RowSums
+        return cls(steps, kind.of(steps.programs, steps.layout, steps.state, steps.hparams, shapes_of(batch)), batch)
 
     def compiled(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> StepMemory:
         """The memory of one device, by the compiler of the devices here."""

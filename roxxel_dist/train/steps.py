@@ -1,0 +1,335 @@
+"""The one room where a model turns into programs: its state, a training step, an evaluation, and the first arrays.
+
+Every command that meets a model asks here: training, `eval`, `plan`, `find-lr`, `check-layouts` and `audit`. A run with
+virtual shards has `ShardedSteps`, which have the same members; whoever uses them need not know which they are.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, one_device, scalars_on
+from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.devices.program_cost import program_cost
+from roxxel_dist.devices.traced_flops import traced_flops
+from roxxel_dist.model.split import Leaves, ModuleSplit
+from roxxel_dist.settings.training import LoopOptions
+from roxxel_dist.train.exact.gradient import ShardPrograms
+from roxxel_dist.train.exact.layout import Layout, placed_as, rows_sharding, shapes_of
+from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, exact_places
+from roxxel_dist.train.step.compile import mesh_of
+from roxxel_dist.train.step.local_sums import accumulation
+from roxxel_dist.train.step.optimizer import InitialState, Optimizer
+from roxxel_dist.train.step.state import StateBuilder, TrainState
+from roxxel_dist.train.step.step import LossFn, check_vocabulary, make_eval_step, make_step, measure
+
+Load = Callable[[Leaves, Leaves], Leaves]
+"""(parameters, state beside them) -> those of a trained model, placed alike; see `StateBuilder.build`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What decides the programs of a model, a loss and an optimizer, beside these."""
+
+    grad_accum: int = 1
+    """Micro-batches a step."""
+    fsdp: bool = False
+    """Whether large parameters are cut over the devices."""
+    dtype: Any = None
+    """Of floating parameters as they are kept; None: as the model makes them."""
+    compute_dtype: Any = None
+    """Of floating parameters in the forward and backward pass; None: as they are kept."""
+    skip_bad: bool = False
+    """Whether a bad step changes nothing."""
+    average: bool = False
+    """Whether an average of the parameters is kept."""
+    virtual_shards: int = 0
+    """0: the bits of a step depend on the number of devices."""
+
+    @classmethod
+    def of_run(cls, options: LoopOptions, grad_accum: int = 1) -> "StepOptions":
+        """Those of a run's options."""
+        return cls(
+            grad_accum=grad_accum,
+            fsdp=options.fsdp,
+            dtype=jnp.bfloat16 if options.use_bf16 else None,
+            compute_dtype=jnp.bfloat16 if options.bf16_compute else None,
+            skip_bad=options.on_bad_step == "skip",
+            average=options.ema > 0,
+            virtual_shards=options.virtual_shards,
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Steps:
+    """The programs of a model, a loss and an optimizer on a mesh, and what they take."""
+
+    builder: StateBuilder
+    loss: LossFn
+    optimizer: Optimizer | None
+    """None: nothing is trained, and the state has no moments."""
+    sharding: NamedSharding
+    """Of a (rows, tokens) batch."""
+    options: StepOptions
+    settings: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that are inputs of every step beside those of the model, such as "lr"."""
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether a step is one program of all devices."""
+        return True
+
+    @property
+    def split(self) -> ModuleSplit:
+        """The module without its arrays."""
+        return self.builder.split
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices of the run."""
+        assert isinstance(self.sharding.mesh, Mesh)
+        return self.sharding.mesh
+
+    @cached_property
+    def _placed(self) -> tuple[TrainState, Leaves]:
+        """The state, and the inputs that are the model's, as shapes with shardings."""
+        return self.builder.shapes
+
+    @property
+    def state(self) -> TrainState:
+        """The state as `jax.ShapeDtypeStruct`s with shardings."""
+        return self._placed[0]
+
+    @cached_property
+    def hparams(self) -> Leaves:
+        """The inputs of every step, likewise."""
+        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self.mesh, P()))
+        numbers: Any = dict.fromkeys(self.settings, number)
+        return self._placed[1] | numbers
+
+    def init(self, *, restored: bool = False, load: Load | None = None) -> tuple[TrainState, Leaves]:
+        """(the state before the first step, the inputs of every step), on the mesh; the arguments are those of
+        `StateBuilder.build`: of a state that will be `restored` from a checkpoint there are shapes."""
+        state, hparams = self._built(restored=restored, load=load)
+        return state, {**hparams, **scalars_on(self.mesh, self.settings)}
+
+    def _built(self, *, restored: bool, load: Load | None) -> tuple[TrainState, Leaves]:
+        return self.builder.build(restored=restored, load=load)
+
+    @cached_property
+    def train(self) -> Any:
+        """The training step, (state, hparams, batch) -> (state, metrics), for an `AotCompiler` to compile."""
+        options, optimizer = self.options, self.optimizer
+        assert optimizer is not None
+        return make_step(
+            self.split,
+            self.loss,
+            optimizer,
+            self.state,
+            self.sharding,
+            grad_accum=options.grad_accum,
+            compute_dtype=options.compute_dtype,
+            skip_bad=options.skip_bad,
+        )
+
+    def evaluate(self, end: int | None = None) -> Any:
+        """The evaluation, (params, rest, hparams, batch) -> losses, likewise; `end` is as for `make_eval_step`."""
+        return make_eval_step(self.split, self.loss, self.options.compute_dtype, end)
+
+    def training_args(self, batch: Any) -> tuple[Any, ...]:
+        """The (abstract) arguments of the training step, for a batch of any mesh."""
+        return self.state, self.hparams, self._place(batch, self.options.grad_accum)
+
+    def validation_args(self, batch: Any) -> tuple[Any, ...]:
+        """The (abstract) arguments of the evaluation, for a batch of any mesh."""
+        return self.state.evaluated, self.state.rest, self.hparams, self._place(batch)
+
+    def _place(self, batch: Any, grad_accum: int = 1) -> Any:
+        def place(leaf: Any) -> Any:
+            fitted = fit_sharding(self.sharding, leaf.shape, grad_accum)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=fitted)
+
+        return jax.tree.map(place, batch)
+
+    def on_one_device(self) -> "Steps":
+        """The ordinary steps on the first device, where nothing is cut; the model is not traced again."""
+        return _on_one_device(self)
+
+    def gradient(self, params: Leaves, rest: Leaves, hparams: Leaves, batch: Any) -> tuple[jax.Array, Leaves]:
+        """(float32[] the loss, the gradient by parameter) of a batch, from arrays of this process's first device."""
+
+        def loss_of(params: Leaves) -> tuple[jax.Array, jax.Array]:
+            model = self.split.merge(params, rest, hparams, training=True, dtype=self.options.compute_dtype)
+            loss = measure(self.loss, model, batch)
+            return loss.minimized, jnp.float32(loss.loss)
+
+        with jax.set_mesh(_first_device(self.mesh)):
+            (_, loss), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+        return loss, grads
+
+    def accumulation(self, batch: Any) -> str:
+        """What is sent with micro-batches of such a batch, and why; empty where nothing is."""
+        shape, options = jax.tree.leaves(batch)[0].shape, self.options
+        args = self.split, self.loss, self.state, self.hparams, self.sharding, shape, options.grad_accum
+        return accumulation(*args, options.compute_dtype).text
+
+    def work_ratio(self, program: Any, batch: Any) -> float | None:
+        """FLOPs of all devices over those of the step before it is divided; None where neither is known.
+
+        `program` is the compiled training step for such a batch; the step is traced again.
+        """
+        mesh = mesh_of(batch, self.mesh) or self.mesh
+        with jax.set_mesh(mesh):
+            whole = traced_flops(self.train.trace(self.state, self.hparams, batch).jaxpr)
+        here = program_cost(program.as_text(), [device.process_index for device in mesh.devices.flat]).flops
+        return here * mesh.size / whole if here and whole else None
+
+    def try_loss(self, batch: Any) -> None:
+        """Trace the loss once, without computing it. What the model or the loss function raises passes."""
+        evaluate = make_eval_step(self.split, self.loss, self.options.compute_dtype)
+        with jax.set_mesh(self.mesh):
+            jax.eval_shape(evaluate, self.state.params, self.state.rest, self.hparams, batch)
+
+    def check_vocabulary(self, shape: Shape, datasets: Mapping[str, Roxxel]) -> None:
+        """Raises ValueError where the data has tokens that the model has no logits for; nothing is computed."""
+        check_vocabulary(self.split, self.loss, self.state, self.hparams, self.mesh, shape, datasets)
+
+    def check_model_state(self, batch: Any) -> None:
+        """Raises UserError where a call of the model changes its state in a way that these steps cannot follow."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedSteps(Steps):
+    """The same for a run with virtual shards, whose bits are the same on any number of devices.
+
+    The `builder` is of one device of this process: each computes the whole state, and keeps its slices.
+    """
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether a step is one program of all devices."""
+        return False
+
+    @cached_property
+    def _placed(self) -> tuple[TrainState, Leaves]:
+        options, init = self.options, self.builder.init_optimizer
+        return exact_places(
+            self.split, *self.builder.shapes, init, self.mesh, options.virtual_shards, fsdp=options.fsdp
+        )
+
+    def _built(self, *, restored: bool, load: Load | None) -> tuple[TrainState, Leaves]:
+        return placed_as(self.builder.build(restored=restored, load=load), self._placed)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which shards a device has."""
+        return Layout(self.options.virtual_shards, self.sharding)
+
+    @cached_property
+    def programs(self) -> ShardPrograms:
+        """The functions of one device."""
+        options, optimizer = self.options, self.optimizer
+        return ShardPrograms(
+            self.split,
+            self.loss,
+            optimizer,  # pyright: ignore[reportArgumentType]
+            options.virtual_shards,
+            options.grad_accum,
+            options.compute_dtype,
+            options.skip_bad,
+        )
+
+    @cached_property
+    def train(self) -> ShardedStep:
+        """As of `Steps`; it takes and gives `DeviceStates`."""
+        return ShardedStep(self.programs, self.layout)
+
+    def evaluate(self, end: int | None = None) -> ShardedEvaluation:
+        """As of `Steps`."""
+        return ShardedEvaluation(replace(self.programs, end=end), self.layout)
+
+    def accumulation(self, batch: Any) -> str:
+        """Nothing: each shard adds up its own micro-batches."""
+        del batch
+        return ""
+
+    def work_ratio(self, program: Any, batch: Any) -> float | None:
+        """None: no program is divided."""
+        del program, batch
+
+    def check_model_state(self, batch: Any) -> None:
+        """Raises UserError where a call of the model changes what has no mean over the shards; traces one of them.
+
+        Its rows are whole: models of the user's own have no others.
+        """
+        rows = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // self.layout.count, *leaf.shape[1:]), leaf.dtype), batch
+        )
+        args = *shapes_of((self.state.params, self.state.rest, self.hparams)), rows
+        with jax.set_mesh(_first_device(self.mesh)):
+            jax.eval_shape(self.programs.sums, *args, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def make_steps(
+    model: nnx.Module | Callable[[], nnx.Module],
+    loss: LossFn,
+    optimizer: Optimizer | None,
+    sharding: Mesh | NamedSharding,
+    options: StepOptions,
+    settings: Mapping[str, float] | None = None,
+) -> Steps:
+    """The steps of a model, its loss and its optimizer; the model is traced, and nothing is computed.
+
+    Args:
+        model: a module, or a callable that makes one.
+        loss: (model, batch) to what `unpack_loss` takes.
+        optimizer: None where nothing is trained.
+        sharding: of a (rows, tokens) batch; a mesh alone stands for `batch_sharding` of it.
+        options: what else decides the programs.
+        settings: numbers that are inputs of every step, such as "lr".
+
+    Raises:
+        ValueError: settings of the model or the optimizer are impossible, or the mesh does not fit.
+        TypeError: the callable returns no module.
+    """
+    sharding = batch_sharding(sharding) if isinstance(sharding, Mesh) else sharding
+    mesh, shards = sharding.mesh, options.virtual_shards
+    assert isinstance(mesh, Mesh)
+    init = (lambda params: {}) if optimizer is None else InitialState(optimizer, average=options.average)
+    place, fsdp = (_first_device(mesh), False) if shards else (mesh, options.fsdp)
+    steps = (ShardedSteps if shards else Steps)(
+        builder=StateBuilder.of_model(model, init, place, fsdp=fsdp, dtype=options.dtype),
+        loss=loss,
+        optimizer=optimizer,
+        sharding=rows_sharding(sharding, shards),
+        options=options,
+        settings=settings or {},
+    )
+    _ = steps.state  # what does not fit is known now
+    return steps
+
+
+def _on_one_device(steps: Steps) -> Steps:
+    mesh = _first_device(steps.mesh)
+    return Steps(
+        builder=steps.builder.on(mesh),
+        loss=steps.loss,
+        optimizer=steps.optimizer,
+        sharding=batch_sharding(mesh),
+        options=replace(steps.options, virtual_shards=0, fsdp=False),
+        settings=steps.settings,
+    )
+
+
+def _first_device(mesh: Mesh) -> Mesh:
+    """The first device of this process, or of a mesh of devices that are not here."""
+    own = (device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    return one_device(mesh, next(own, mesh.devices.flat[0]))
