@@ -167,8 +167,7 @@ def test_a_profile_without_credentials(server, tmp_path, text, said):
 
 
 def test_exit_codes_of_a_command(server, tmp_path, capsys):
-    (tmp_path / "a").write_text("a")
-    command = ["copy", str(tmp_path), server.url("code"), "--store_timeout", "0.2"]
+    command = ["plan", "--data_path", server.url("code"), "--store_timeout", "0.2", "--cache_dir", str(tmp_path)]
     with server.environment(AWS_SECRET_ACCESS_KEY="wrong"):
         assert main(command) == 2
     assert "correct AWS_ACCESS_KEY_ID" in capsys.readouterr().err
