@@ -114,15 +114,19 @@ def test_seeds_are_compared_in_pairs(ours, theirs, mean, half):
 @pytest.mark.parametrize(
     ("predicted", "measured", "inside"),
     [
-        ((-0.1, -0.2, 0.0), (-0.15, -9, 9), True),
-        ((-0.1, -0.2, 0.0), (0.01, -9, 9), False),
+        ((-0.1, -0.2, 0.0), (-0.15, -0.2, -0.1), True),
+        ((-0.1, -0.2, 0.0), (0.01, -0.04, 0.06), True),  # 0.11 apart, and the root of 0.1^2 + 0.05^2 is 0.112
+        ((-0.1, -0.2, 0.0), (0.02, -0.03, 0.07), False),
+        ((-0.1, -0.3, -0.05), (-0.22, -0.22, -0.22), True),  # the halves that point to each other
+        ((-0.1, -0.3, -0.05), (0.0, 0.0, 0.0), False),
+        ((-0.1, -0.2, 0.0), (9.0, -math.inf, math.inf), None),
         (None, (0.0, 0, 0), None),
         ((0.0, 0, 0), None, None),
     ],
 )
 def test_inside_or_outside(predicted, measured, inside):
     said, found = (None if one is None else Estimate(*one) for one in (predicted, measured))
-    one = Confirmed(against="natural", seeds=3, noise=None, predicted=said, measured=found)
+    one = Confirmed(against="natural", seeds=3, predicted=said, measured=found)
     assert one.is_inside is inside
 
 

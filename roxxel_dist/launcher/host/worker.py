@@ -43,7 +43,7 @@ from roxxel_dist.launcher.output.console import info
 
 SUBCOMMANDS = frozenset(
     """data batch train find-lr generate eval launch sweep report plan doctor save export verify audit compare
-    copy merge top check-layouts""".split()  # noqa: SIM905
+    merge top check-layouts""".split()  # noqa: SIM905
 )
 PYTHON = frozenset({"python", "python3", sys.executable})
 JOINING = ("roxxel_dist.cluster.distributed",)
