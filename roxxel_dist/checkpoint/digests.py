@@ -132,7 +132,7 @@ class DigestTable:
         if data[begin:] != ending % digest(body).encode():
             raise UserError(f"{path.name} does not agree with its own digest")
         saved = json.loads(body)
-        check_format(saved.get("format"), path)
+        check_format(saved, path)
         blocks = {
             name: tuple(BlockDigest(tuple((a, b) for a, b in bounds), text, rank) for bounds, text, rank in blocks)
             for name, blocks in saved["blocks"].items()

@@ -43,7 +43,7 @@ class MetaFile(NamedTuple):
     def from_json(cls, text: bytes, source: Path) -> "MetaFile":
         """Raises ValueError, KeyError or TypeError where it is damaged, FormatError for another format."""
         saved = json.loads(text)
-        check_format(saved.get("format"), source)
+        check_format(saved, source)
         return cls(saved["shapes"], saved["meta"], saved["val_loss"])
 
     def to_json(self) -> str:

@@ -6,7 +6,9 @@ library alone.
 
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from roxxel_dist.cluster.exit_codes import UserError
 
@@ -18,8 +20,11 @@ class FormatError(UserError):
     """A file is of a format that this version does not read. It is not damaged."""
 
 
-def check_format(found: object, source: object) -> None:
-    """Raises FormatError unless the `format` that a file states is that of this version; None: it states none."""
+def check_format(saved: object, source: object) -> None:
+    """Raises TypeError for what is no object, and FormatError unless its `format` is that of this version."""
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"{source}: expected an object, found a {type(saved).__name__}")
+    found = cast("Mapping[str, object]", saved).get("format")
     if found != FORMAT:
         is_newer = isinstance(found, int) and found > FORMAT
         writer, cure = ("a newer", "update") if is_newer else ("an earlier", "begin anew, or use that version of")

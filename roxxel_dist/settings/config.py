@@ -273,7 +273,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected `field: value` lines, found a {type(values).__name__}")
     if isinstance(values.get(RECORD), dict):
-        check_format(values[RECORD].get("format"), path)
+        check_format(values[RECORD], path)
     return values
 
 

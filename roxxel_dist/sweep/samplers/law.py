@@ -253,34 +253,47 @@ def _scored(
     centre = features.mean(axis=0)
     rows = np.hstack([np.ones((len(features), 1)), features - centre])
     count, size = rows.shape
-    for below in belows:
-        c = float(losses.min()) - below * span
-        fitted = losses - c
-        for turn, width in enumerate([WIDTHS[len(WIDTHS) // 2]] * REWEIGHED + [*widths]):
-            scale, target = fitted / span, np.log(fitted) + (losses - c - fitted) / fitted
-            # Rows of the prior below those of the trials: least squares gives the posterior, and its error the rate.
-            prior = np.array([FLAT, *[width] * (size - 1)])
-            design = np.vstack([rows * scale[:, None], np.diag(1 / prior)])
-            wanted = np.concatenate([target * scale, np.zeros(size)])
-            q, root = np.linalg.qr(design)
-            beta = solve_triangular(root, q.T @ wanted)
-            if turn < REWEIGHED:
-                fitted = span * np.exp(np.clip(rows @ beta - np.log(span), *LIMITS))
-                continue
-            rest = wanted - design @ beta
-            rate = 1e-12 + float(rest @ rest) / 2
-            spread = np.log(np.abs(np.diag(root))).sum() + np.log(prior).sum()
-            leverage = np.minimum((q[:count] ** 2).sum(axis=1), 1 - 1e-6)
-            left_out = target - rest[:count] / (1 - leverage) / scale
-            # The variance of what is left out is noise / (1 - leverage), and rate / (count / 2) is the noise.
-            off = float(np.mean(rest[:count] ** 2 / (1 - leverage))) * count / 2
+    c = losses.min() - np.array(belows)[:, None] * span  # float64[c, 1]
+    above = fitted = losses - c
+
+    def solved(widths: Sequence[float]) -> tuple[Array, ...]:
+        """Least squares for each c and width: float64[c, w, ...].
+
+        Rows of the prior lie below those of the trials: so it gives the posterior, and its error the rate.
+        """
+        scale, target = fitted / span, np.log(fitted) + (above - fitted) / fitted
+        prior = np.array([[FLAT, *[width] * (size - 1)] for width in widths])
+        shape = len(belows), len(widths)
+        design, wanted = np.zeros((*shape, count + size, size)), np.zeros((*shape, count + size))
+        design[:, :, :count] = (rows * scale[..., None])[:, None]
+        design[:, :, count:] = np.eye(size) / prior[:, None]
+        wanted[:, :, :count] = (target * scale)[:, None]
+        q, root = np.linalg.qr(design)
+        beta = np.linalg.solve(root, (np.swapaxes(q, -1, -2) @ wanted[..., None]))
+        rest = wanted - (design @ beta)[..., 0]
+        rate = 1e-12 + (rest**2).sum(axis=-1) / 2
+        spread = np.log(np.abs(np.diagonal(root, axis1=-2, axis2=-1))).sum(axis=-1) + np.log(prior).sum(axis=-1)
+        leverage = np.minimum((q[:, :, :count] ** 2).sum(axis=-1), 1 - 1e-6)
+        left_out = target[:, None] - rest[:, :, :count] / (1 - leverage) / scale[:, None]
+        left_out = c[:, None] + np.exp(np.minimum(left_out, LARGE))
+        # The variance of what is left out is noise / (1 - leverage), and rate / (count / 2) is the noise.
+        off = (rest[:, :, :count] ** 2 / (1 - leverage)).mean(axis=-1) * count / 2
+        evidence = np.asarray(-spread - _shape(count) * np.log(rate), np.float64)
+        return beta[..., 0], root, q, np.maximum(rate, off), left_out, evidence
+
+    for _ in range(REWEIGHED):
+        beta = solved([WIDTHS[len(WIDTHS) // 2]])[0][:, 0]
+        fitted = span * np.exp(np.clip(beta @ rows.T - np.log(span), *LIMITS))
+    betas, roots, bases, rates, left_out, evidence = solved(widths)
+    for i, below in enumerate(belows):
+        for j, width in enumerate(widths):
             yield _Scored(
-                -float(spread) - _shape(count) * float(np.log(rate)),
+                float(evidence[i, j]),
                 below,
                 width,
                 _Member(
-                    c=c, bend=bend, weight=1.0, centre=centre, beta=beta, root=root, basis=q, rate=max(rate, off),
-                    left_out=c + np.exp(np.minimum(left_out, LARGE)),
+                    c=float(c[i, 0]), bend=bend, weight=1.0, centre=centre, beta=betas[i, j], root=roots[i, j],
+                    basis=bases[i, j], rate=float(rates[i, j]), left_out=left_out[i, j],
                 ),
             )  # fmt: skip
 

@@ -286,7 +286,7 @@ def replay(path: Path, data: bytes) -> History:
         try:
             event = _from_json(json.loads(line))
             if event["event"] == "study":
-                check_format(event.get("format"), f"{path}, line {number}")
+                check_format(event, f"{path}, line {number}")
             history.apply(event)
         except FormatError:
             raise
