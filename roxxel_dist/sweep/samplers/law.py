@@ -269,7 +269,7 @@ def _scored(
         design[:, :, count:] = np.eye(size) / prior[:, None]
         wanted[:, :, :count] = (target * scale)[:, None]
         q, root = np.linalg.qr(design)
-        beta = np.linalg.solve(root, (np.swapaxes(q, -1, -2) @ wanted[..., None]))
+        beta = np.asarray(np.linalg.solve(root, np.swapaxes(q, -1, -2) @ wanted[..., None]), np.float64)
         rest = wanted - (design @ beta)[..., 0]
         rate = 1e-12 + (rest**2).sum(axis=-1) / 2
         spread = np.log(np.abs(np.diagonal(root, axis1=-2, axis2=-1))).sum(axis=-1) + np.log(prior).sum(axis=-1)
