@@ -20,7 +20,7 @@ _WHERE = {
     "Generator": "weights.generator",
     "Transformer": "model.transformer",
     "UserError": "cluster.exit_codes",
-    "attention": "model.attend",
+    "attention": "model.attention.attend",
     "check_layouts": "layouts.check",
     "initialize": "cluster.distributed",
     "load_run": "weights.load",
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from roxxel_dist.curriculum.plan import Plan as Plan
     from roxxel_dist.data.dataset import Roxxel as Roxxel
     from roxxel_dist.layouts.check import check_layouts as check_layouts
-    from roxxel_dist.model.attend import attention as attention
+    from roxxel_dist.model.attention.attend import attention as attention
     from roxxel_dist.model.loss import token_losses as token_losses
     from roxxel_dist.model.transformer import Transformer as Transformer
     from roxxel_dist.run.experiment import Experiment as Experiment

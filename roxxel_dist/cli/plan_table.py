@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roxxel_dist.devices.accelerators import accelerator
-from roxxel_dist.model.attention_kernels import LONGEST_WHOLE
+from roxxel_dist.model.attention.kernels import LONGEST_WHOLE
 from roxxel_dist.run.estimate.estimate import PhaseEstimate, RunEstimate
 from roxxel_dist.run.estimate.step_costs import largest
 from roxxel_dist.utils.display import aligned, duration, size

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh, replicate
-from roxxel_dist.model.kv_cache import Cache
+from roxxel_dist.model.attention.kv_cache import Cache
 from roxxel_dist.model.transformer import Transformer
 
 MOST_INT, MOST_FLOAT = np.iinfo(np.int32).max, float(np.finfo(np.float32).max)

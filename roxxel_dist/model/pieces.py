@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.step_parts import ATTENTION
-from roxxel_dist.model.attention_kernels import Blocks, Labels
-from roxxel_dist.model.cut_attention import RowCut
+from roxxel_dist.model.attention.cut_rows import RowCut
+from roxxel_dist.model.attention.kernels import Blocks, Labels
 from roxxel_dist.model.layers import DynamicScalar
 from roxxel_dist.model.transformer import Block
 

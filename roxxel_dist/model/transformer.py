@@ -13,16 +13,16 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_batch
 from roxxel_dist.cluster.step_parts import ATTENTION, EMBEDDING, HEAD_AND_LOSS, NORMS
-from roxxel_dist.model.attend import padded
-from roxxel_dist.model.attention import Attention
-from roxxel_dist.model.attention_kernels import pad_tokens
+from roxxel_dist.model.attention.attend import padded
+from roxxel_dist.model.attention.grouped_query import Attention
+from roxxel_dist.model.attention.kernels import pad_tokens
+from roxxel_dist.model.attention.kv_cache import AttentionMetadata, Cache, Layer, LayerCache, empty_cache, prepare
+from roxxel_dist.model.attention.latent import LatentAttention
 from roxxel_dist.model.config import ModelConfig, NormPosition
-from roxxel_dist.model.kv_cache import AttentionMetadata, Cache, Layer, LayerCache, empty_cache, prepare
+from roxxel_dist.model.experts.moe import MixtureOfExperts
 from roxxel_dist.model.layers import Dropout, DynamicScalar, Embedding, Norm, logits_of, make_norm, sinusoids
 from roxxel_dist.model.lora import LoRAParam, linear
-from roxxel_dist.model.mla import LatentAttention
 from roxxel_dist.model.mlp import FeedForward
-from roxxel_dist.model.moe import MixtureOfExperts
 from roxxel_dist.model.parametrization import rescale
 from roxxel_dist.model.scan_layers import layer_of, run_stack, stack_of
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.model.attention_kernels import broken_rule, kernel_for, key_size, native_kernel, score_traffic
+from roxxel_dist.model.attention.kernels import broken_rule, kernel_for, key_size, native_kernel, score_traffic
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.parametrization import Width, rescale_to, widths
 from roxxel_dist.model.transformer import TransformerBuilder

@@ -10,7 +10,7 @@ from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.devices.hlo import _instruction
 from roxxel_dist.devices.program_cost import _groups, program_cost, splash_flops
 from roxxel_dist.devices.traced_flops import traced_flops
-from roxxel_dist.model.attend import attention
+from roxxel_dist.model.attention.attend import attention
 
 F32 = jnp.float32
 

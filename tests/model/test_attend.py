@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import roxxel_dist
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, phase_mesh
-from roxxel_dist.model.attend import attend
-from roxxel_dist.model.kv_cache import AttentionMetadata
+from roxxel_dist.model.attention.attend import attend
+from roxxel_dist.model.attention.kv_cache import AttentionMetadata
 
 __all__ = ["cudnn_by_xla"]
 MESHES = {
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused_in_one_line(changes, message):
 @pytest.mark.parametrize(("capability", "calls"), [("9.0", True), ("7.0", False)])
 def test_a_cut_row_on_gpus_is_by_cudnn_where_they_have_it(capability, calls, cudnn_by_xla, monkeypatch):
     gpu = SimpleNamespace(platform="gpu", device_kind="of a test", compute_capability=capability)
-    monkeypatch.setattr("roxxel_dist.model.attend.device_type", lambda mesh=None: gpu)
+    monkeypatch.setattr("roxxel_dist.model.attention.attend.device_type", lambda mesh=None: gpu)
     *arrays, _, _ = inputs(1, 512, 2, 1, jnp.bfloat16, sizes=(16, 16))
     found = with_gradients(phase_mesh(make_mesh(2), 1), *arrays)
     for mine, whole in zip(found, dense_attention(*arrays), strict=True):

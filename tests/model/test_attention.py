@@ -7,9 +7,9 @@ from flax import nnx
 from models import transformer, with_numbers
 from plain_numpy import float64, mix, sigmoid, turn, visible
 
-from roxxel_dist.model.attention import Attention
+from roxxel_dist.model.attention.grouped_query import Attention
+from roxxel_dist.model.attention.kv_cache import AttentionMetadata
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.kv_cache import AttentionMetadata
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
 

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from models import with_numbers
 
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.model import attention_kernels
-from roxxel_dist.model.attend import attend
-from roxxel_dist.model.attention_kernels import (
+from roxxel_dist.model.attention import kernels as attention_kernels
+from roxxel_dist.model.attention.attend import attend
+from roxxel_dist.model.attention.kernels import (
     LONGEST_WHOLE,
     Labels,
     Scores,
@@ -29,8 +29,8 @@ from roxxel_dist.model.attention_kernels import (
     score_traffic,
     splash_attention,
 )
+from roxxel_dist.model.attention.kv_cache import AttentionMetadata
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.kv_cache import AttentionMetadata
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
 
@@ -128,7 +128,7 @@ def test_the_memory_of_a_long_row(fields, monkeypatch):
         return next_token_loss(nnx.merge(graphdef, state), batch)
 
     blocks = temporaries(loss, state, batch)
-    monkeypatch.setattr("roxxel_dist.model.attend.LONGEST_WHOLE", length)
+    monkeypatch.setattr("roxxel_dist.model.attention.attend.LONGEST_WHOLE", length)
     jax.clear_caches()
     assert blocks <= 0.35 * temporaries(loss, state, batch)
 
@@ -150,7 +150,7 @@ def test_a_model_of_long_rows_is_the_same(fields, packed, monkeypatch):
 
     model = with_numbers(lambda: Transformer(shape, nnx.Rngs(0)))
     blocks = nnx.jit(lambda model: model(tokens, segments))(model)
-    monkeypatch.setattr("roxxel_dist.model.attend.LONGEST_WHOLE", LONG)
+    monkeypatch.setattr("roxxel_dist.model.attention.attend.LONGEST_WHOLE", LONG)
     np.testing.assert_allclose(blocks, nnx.jit(lambda model: model(tokens, segments))(model), atol=1e-5)
 
 
@@ -261,7 +261,7 @@ def test_the_width_of_keys(fields, width, monkeypatch):
     shape, seen = ModelConfig(dim=64, num_blocks=1, vocab_size=50, **fields), []
     told = attention_kernels.kernel_for
     monkeypatch.setattr(
-        "roxxel_dist.model.attend.kernel_for", lambda *a, **k: seen.append(k["key_size"]) or told(*a, **k)
+        "roxxel_dist.model.attention.attend.kernel_for", lambda *a, **k: seen.append(k["key_size"]) or told(*a, **k)
     )
     nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0))(np.zeros((1, 4), np.int32)))
     assert set(seen) == {width} == {key_size(shape)}

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.cluster.parameter_sharding import on_phase_mesh
 from roxxel_dist.devices.traced_flops import traced_flops
-from roxxel_dist.model import cudnn_attention as module
-from roxxel_dist.model.attention_kernels import RESIDUALS, Labels, Scores
-from roxxel_dist.model.cudnn_attention import blocks_of, cudnn_attention
-from roxxel_dist.model.cut_attention import cut_attention
+from roxxel_dist.model.attention import cudnn as module
+from roxxel_dist.model.attention.cudnn import blocks_of, cudnn_attention
+from roxxel_dist.model.attention.cut_rows import cut_attention
+from roxxel_dist.model.attention.kernels import RESIDUALS, Labels, Scores
 
 __all__ = ["cudnn_by_xla"]
 SCALE = 0.3

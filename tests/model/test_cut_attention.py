@@ -8,8 +8,8 @@ from dense_attention import dense_attention
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.devices.traced_flops import traced_flops
-from roxxel_dist.model.attention_kernels import Labels, Scores
-from roxxel_dist.model.cut_attention import RowCut, cut_attention
+from roxxel_dist.model.attention.cut_rows import RowCut, cut_attention
+from roxxel_dist.model.attention.kernels import Labels, Scores
 
 __all__ = ["cudnn_by_xla"]
 SCALE = 0.25

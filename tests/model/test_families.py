@@ -10,7 +10,7 @@ from flax import nnx
 from models import with_numbers
 
 from roxxel_dist.data.packing import Packed
-from roxxel_dist.model.attention_kernels import (
+from roxxel_dist.model.attention.kernels import (
     Labels,
     Scores,
     blocked_attention,

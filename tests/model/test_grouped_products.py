@@ -14,9 +14,9 @@ from jax.experimental import pallas
 from models import with_numbers
 
 from roxxel_dist.cluster.mesh import make_mesh, replicate
-from roxxel_dist.model import grouped_products, moe
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.grouped_products import RowBlocks, matrix_gradient_gpu, matrix_gradient_tpu, product_gpu
+from roxxel_dist.model.experts import grouped_products, moe
+from roxxel_dist.model.experts.grouped_products import RowBlocks, matrix_gradient_gpu, matrix_gradient_tpu, product_gpu
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
 

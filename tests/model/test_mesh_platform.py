@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from roxxel_dist import Config
 from roxxel_dist.cluster.mesh import device_type, make_mesh
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.model.attention_kernels import kernel_for
+from roxxel_dist.model.attention.kernels import kernel_for
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.weights.model import attention_kernel, slower_attention

@@ -7,10 +7,10 @@ from flax import nnx
 from models import transformer, with_numbers
 from plain_numpy import float64, mix, rms_norm, sigmoid, turn, visible
 
+from roxxel_dist.model.attention.kv_cache import AttentionMetadata
+from roxxel_dist.model.attention.latent import LatentAttention
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.kv_cache import AttentionMetadata
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.model.mla import LatentAttention
 from roxxel_dist.model.transformer import Transformer
 
 SHAPE = {"dim": 32, "num_blocks": 1, "vocab_size": 50, "mla": True, "head_size": 8}

@@ -11,8 +11,8 @@ from models import transformer, with_numbers
 
 from roxxel_dist.cluster.mesh import make_mesh, replicate
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.experts.moe import MixtureOfExperts, balance_of, choose, dense, ragged
 from roxxel_dist.model.loss import next_token_loss, token_losses
-from roxxel_dist.model.moe import MixtureOfExperts, balance_of, choose, dense, ragged
 from roxxel_dist.model.transformer import Transformer
 
 DIM = 16

@@ -10,7 +10,7 @@ from models import transformer
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.data.packing import Packed
-from roxxel_dist.model import attend
+from roxxel_dist.model.attention import attend
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
-from roxxel_dist.model.cut_attention import RowCut
+from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.train.exact.key_moves import KeyMoves
 from roxxel_dist.train.exact.layout import Layout, rows_sharding
 from roxxel_dist.train.exact.uneven_key_moves import Part, UnevenKeyMoves, parts_of

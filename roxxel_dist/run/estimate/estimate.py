@@ -30,7 +30,7 @@ from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.devices.accelerators import peak_flops
 from roxxel_dist.devices.targets import Target, check_compiler, parse_target
 from roxxel_dist.input.stream import Stream
-from roxxel_dist.model.attention_kernels import score_bytes
+from roxxel_dist.model.attention.kernels import score_bytes
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.place.directory import CONFIG, no_run

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.model.cut_attention import RowCut
+from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.train.exact.layout import Layout, copies
 from roxxel_dist.train.exact.reduction import Programs, Tree, add_sums
 from roxxel_dist.train.step.compile import Compile, CompileForEach

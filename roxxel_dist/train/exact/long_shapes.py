@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from roxxel_dist.model.cut_attention import RowCut
+from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.model.pieces import in_blocks
 from roxxel_dist.train.exact.gradient import ShardPrograms
 from roxxel_dist.train.exact.layout import Layout, shapes_of

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from roxxel_dist.model.attention_kernels import Blocks, Scores, blocked_backward, blocked_forward, scores_of
+from roxxel_dist.model.attention.cut_rows import RowCut
+from roxxel_dist.model.attention.kernels import Blocks, Scores, blocked_backward, blocked_forward, scores_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.cross_entropy import Losses
-from roxxel_dist.model.cut_attention import RowCut
 from roxxel_dist.model.loss import losses_of_states, minimized_of_states, next_token_loss
 from roxxel_dist.model.pieces import after_attention, before_attention, keys_of_shard, only_block
 from roxxel_dist.model.split import Leaves

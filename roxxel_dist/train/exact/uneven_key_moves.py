@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.model.cut_attention import RowCut
+from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.train.exact.key_moves import ByShard
 from roxxel_dist.train.exact.layout import SHARDS, Layout
 from roxxel_dist.train.exact.reduction import Programs, Tree, add_sums, subtrees, total_of

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from roxxel_dist.cluster.mesh import device_type
 from roxxel_dist.devices.program_cost import GROUPED_PRODUCT
-from roxxel_dist.model.attention_kernels import compute_capability
+from roxxel_dist.model.attention.kernels import compute_capability
 
 TPU_ROWS = 128
 """The kernel for TPUs takes a multiple of these."""

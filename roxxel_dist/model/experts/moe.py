@@ -18,7 +18,7 @@ from roxxel_dist.cluster.mesh import FSDP, TENSOR, device_type
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES
 from roxxel_dist.cluster.step_parts import EXPERTS
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.grouped_products import grouped_product, missing_kernel
+from roxxel_dist.model.experts.grouped_products import grouped_product, missing_kernel
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
 from roxxel_dist.model.mlp import Activation, activation, hidden_sizes, initializers

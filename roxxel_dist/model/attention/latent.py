@@ -6,11 +6,11 @@ from flax import nnx
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.step_parts import ATTENTION
-from roxxel_dist.model.attend import attend
-from roxxel_dist.model.attention import Gate, out_projection
-from roxxel_dist.model.attention_kernels import Scores, scores_of
+from roxxel_dist.model.attention.attend import attend
+from roxxel_dist.model.attention.grouped_query import Gate, out_projection
+from roxxel_dist.model.attention.kernels import Scores, scores_of
+from roxxel_dist.model.attention.kv_cache import AttentionMetadata, LayerCache, update
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
-from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache, update
 from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
 from roxxel_dist.model.lora import kernel_of
 from roxxel_dist.model.lora import linear as plain_or_adapted

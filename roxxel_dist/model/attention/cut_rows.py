@@ -26,7 +26,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import TENSOR, TOKENS, row_axes, row_shards, token_shards
-from roxxel_dist.model.attention_kernels import (
+from roxxel_dist.model.attention.cudnn import pairs_backward, pairs_forward, with_equal_widths
+from roxxel_dist.model.attention.kernels import (
     LANES,
     LARGEST_BLOCK,
     RESIDUALS,
@@ -41,7 +42,6 @@ from roxxel_dist.model.attention_kernels import (
     pad_tokens,
     splash_block,
 )
-from roxxel_dist.model.cudnn_attention import pairs_backward, pairs_forward, with_equal_widths
 
 NOWHERE = -(1 << 31)
 """The segment of what a device without tokens before its own has in their place."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from roxxel_dist.cluster import jax_private
-from roxxel_dist.model.attention_kernels import (
+from roxxel_dist.model.attention.kernels import (
     LANES,
     LARGEST_BLOCK,
     LONGEST_BIAS,

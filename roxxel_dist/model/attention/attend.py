@@ -10,7 +10,9 @@ import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import device_type, row_shards, token_shards
-from roxxel_dist.model.attention_kernels import (
+from roxxel_dist.model.attention.cudnn import blocks_of, cudnn_attention
+from roxxel_dist.model.attention.cut_rows import cut_attention
+from roxxel_dist.model.attention.kernels import (
     LANES,
     LONGEST_WHOLE,
     PLAIN,
@@ -29,10 +31,8 @@ from roxxel_dist.model.attention_kernels import (
     splash_attention,
     whole_mask,
 )
+from roxxel_dist.model.attention.kv_cache import AttentionMetadata
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
-from roxxel_dist.model.cudnn_attention import blocks_of, cudnn_attention
-from roxxel_dist.model.cut_attention import cut_attention
-from roxxel_dist.model.kv_cache import AttentionMetadata
 
 MOST_PADDING = 33 / 32
 """Times the tokens of a row that all layers may compute for the kernel of attention."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts, and the products of their matrices."""
