@@ -78,7 +78,9 @@ class Parser(argparse.ArgumentParser):
     """The parser of a command. With texts it describes the command to a person or a shell, and reads nothing."""
 
     def __init__(self, kind: Any, command: str, default: Any = None, *, with_texts: bool = False) -> None:
-        self.width = max(MIN_WIDTH, min(MAX_WIDTH, shutil.get_terminal_size().columns)) if with_texts else MAX_WIDTH
+        self.width: int = (
+            max(MIN_WIDTH, min(MAX_WIDTH, shutil.get_terminal_size().columns)) if with_texts else MAX_WIDTH
+        )
         super().__init__(
             prog=f"roxxel-dist {command}",
             usage="",
@@ -87,10 +89,11 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
             allow_abbrev=False,
         )
-        self.kind, self.command = kind, command
-        self.flags = {flag.name: flag for flag in flags_of(kind, default)}
-        self.described = list[tuple[Flag, argparse.Action]]()
-        self.places = [flag for flag in self.flags.values() if flag.is_positional]
+        self.kind: Any = kind
+        self.command: str = command
+        self.flags: dict[str, Flag] = {flag.name: flag for flag in flags_of(kind, default)}
+        self.described: list[tuple[Flag, argparse.Action]] = []
+        self.places: list[Flag] = [flag for flag in self.flags.values() if flag.is_positional]
         if with_texts:
             self._describe()
         else:
@@ -113,9 +116,9 @@ class Parser(argparse.ArgumentParser):
         flags = self.flags.values()
         must = [flag for flag in flags if flag.default is dataclasses.MISSING and not flag.is_positional]
         words = [*map(_place, self.places), *(f"{self.option(flag.name)} {flag.metavar}" for flag in must)]
-        self.usage = " ".join([self.prog, *words, "[OPTIONS]"]).replace("%", "%%")
+        self.usage: str | None = " ".join([self.prog, *words, "[OPTIONS]"]).replace("%", "%%")
         paragraphs = (inspect.getdoc(self.kind) or "").split("\n\n")
-        self.description = "\n\n".join(_wrapped(text, self.width) for text in paragraphs).replace("%", "%%")
+        self.description: str | None = "\n\n".join(_wrapped(text, self.width) for text in paragraphs).replace("%", "%%")
         titles = [flag.section for flag in flags]
         for title in dict.fromkeys([*titles[: len(self.places)], OPTIONS, *titles]):
             group = self.add_argument_group(title)

@@ -23,7 +23,7 @@ class Mailbox:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
 
     def post(self, content: Mapping[str, Any], name: str = "") -> str:
         """Ask, under a new name where none is given; returns the name. Raises OSError."""

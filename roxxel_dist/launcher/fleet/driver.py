@@ -69,7 +69,7 @@ class Driver:
         key: str = "",
         receive: Callable[["Driver"], None] = lambda _: None,
     ) -> None:
-        self.fleet, todo = fleet
+        self.fleet: Fleet = fleet[0]
         self._backend, self._signals, self._screen, self._pool, self._key = backend, signals, screen, pool, key
         self._receive = receive
         job = self.fleet.given
@@ -78,7 +78,7 @@ class Driver:
         self._notes = queue.SimpleQueue[str]()
         self._work = queue.SimpleQueue[events.Look | events.Warm | None]()  # None: the end
         self._is_over = True
-        self._begin(todo)
+        self._begin(fleet[1])
 
     def step(self, event: events.Event) -> list[events.Do]:
         """Let something happen; returns what is to be done, of which looks and warm-ups are begun."""
