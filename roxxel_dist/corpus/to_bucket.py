@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from roxxel_dist.cluster.durable import cache_folder, write_file
+from roxxel_dist.cluster.durable import cache_folder
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import ENDING
@@ -35,22 +35,24 @@ FIRST = "00000" + ENDING
 class SentFiles:
     """The files of a build that are in the bucket. Thread-safe.
 
-    A file beside the folder of the build keeps them, so that what a build has sent before it was killed is not sent
-    again.
+    A file beside the folder of the build keeps them, a line each, so that what a build has sent before it was killed
+    is not sent again.
     """
 
     def __init__(self, store: ObjectStore, folder: Path) -> None:
         self._store, self._path, self._lock = store, folder.with_name(f"{folder.name}.sent"), threading.Lock()
         self._files: dict[str, list[str]] = {}  # name: digest, etag
-        with suppress(FileNotFoundError, ValueError):
-            self._files = json.loads(self._path.read_bytes())
+        for line in self._path.read_bytes().splitlines() if self._path.exists() else ():
+            with suppress(ValueError):  # a kill tore it
+                self._files |= json.loads(line)
 
     def send(self, name: str, path: Path) -> None:
         """Send a file; it may be moved afterwards."""
         entry = [_digest(path), self._store.upload(path, name)]
         with self._lock:
             self._files[name] = entry
-            write_file(self._path, json.dumps(self._files).encode())
+            with self._path.open("a") as file:
+                file.write(f"{json.dumps({name: entry})}\n")
 
     def has(self, name: str, path: Path, etag: str | None) -> bool:
         """Whether the object of this etag has the bytes of a file."""

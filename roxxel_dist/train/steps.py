@@ -161,7 +161,15 @@ class Steps:
 
     def on_one_device(self) -> "Steps":
         """The ordinary steps on the first device, where nothing is cut; the model is not traced again."""
-        return _on_one_device(self)
+        mesh = _first_device(self.mesh)
+        return Steps(
+            builder=self.builder.on(mesh),
+            loss=self.loss,
+            optimizer=self.optimizer,
+            sharding=batch_sharding(mesh),
+            options=replace(self.options, virtual_shards=0, fsdp=False),
+            settings=self.settings,
+        )
 
     def gradient(self, params: Leaves, rest: Leaves, hparams: Leaves, batch: Any) -> tuple[jax.Array, Leaves]:
         """(float32[] the loss, the gradient by parameter) of a batch, from arrays of this process's first device."""
@@ -315,18 +323,6 @@ def make_steps(
     )
     _ = steps.state  # what does not fit is known now
     return steps
-
-
-def _on_one_device(steps: Steps) -> Steps:
-    mesh = _first_device(steps.mesh)
-    return Steps(
-        builder=steps.builder.on(mesh),
-        loss=steps.loss,
-        optimizer=steps.optimizer,
-        sharding=batch_sharding(mesh),
-        options=replace(steps.options, virtual_shards=0, fsdp=False),
-        settings=steps.settings,
-    )
 
 
 def _first_device(mesh: Mesh) -> Mesh:

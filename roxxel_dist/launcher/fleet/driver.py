@@ -271,8 +271,8 @@ class Driver:
             self._report(events.Lost(host=host, why=why))
 
     def _events(self, wait_s: float) -> list[tuple[HostConnection, Message | HostLost | str]]:
-        events = self._waiting.events(wait_s) if self._waiting.all else ()
-        return [(link, event) for link, event in events if link is not None and event is not None]
+        found = self._waiting.events(wait_s) if self._waiting.all else ()
+        return [(link, event) for link, event in found if link is not None and event is not None]
 
     def _lost(self) -> dict[str, str]:
         """Hosts whose agents have ended, or are silent, which ends them."""

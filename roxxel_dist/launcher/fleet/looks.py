@@ -110,7 +110,7 @@ def warmed(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
 
 def lost(fleet: Fleet, event: events.Lost) -> None:
     """A host that was warm is not any more."""
-    if _is(fleet, event.host, State.WARM):
+    if event.host in fleet.are(State.WARM):
         _refuse(fleet, event.host, {"agent": event.why})
     next_look(fleet)
 
@@ -125,15 +125,12 @@ def mistaken(fleet: Fleet, event: events.Mistake) -> None:
     next_look(fleet)
 
 
-def _is(fleet: Fleet, name: str, *states: State) -> bool:
-    return any(host.name == name and host.state in states for host in fleet.candidates)
-
-
 def _end_look(fleet: Fleet, do: events.Look | events.Warm) -> tuple[str, ...]:
     """The hosts of a look that may still join; those that are wanted no more are lost ones, as before, or forgotten."""
     fleet.look = None
-    names = tuple(name for name in do.candidates if _is(fleet, name, State.LOOKING, State.WARM))
-    gone = [name for name in do.candidates if name not in names and name in fleet.hosts]
+    there = {*fleet.are(State.LOOKING), *fleet.are(State.WARM)}
+    names = tuple(name for name in do.candidates if name in there)
+    gone = [name for name in do.candidates if name not in there and name in fleet.hosts]
     away = [name for name in fleet.in_order(gone) if fleet.hosts[name].state in (State.LOOKING, State.WARM)]
     fleet.move(away, State.LOST, due=fleet.now + fleet.pause_s)
     fleet.drop([name for name in gone if name not in fleet.members])
@@ -142,7 +139,8 @@ def _end_look(fleet: Fleet, do: events.Look | events.Warm) -> tuple[str, ...]:
 
 def _ask_others_again(fleet: Fleet, names: Collection[str]) -> None:
     """Of hosts that were asked together, one is out: the others are asked without it."""
-    fleet.move([name for name in names if _is(fleet, name, State.LOOKING)], State.FIT)
+    asked = {*fleet.are(State.LOOKING)}
+    fleet.move([name for name in names if name in asked], State.FIT)
 
 
 def _look(fleet: Fleet, names: tuple[str, ...]) -> None:
@@ -159,7 +157,8 @@ def _look(fleet: Fleet, names: tuple[str, ...]) -> None:
         candidates=names,
         keep=() if is_alone else tuple(name for name in plan.hosts if name not in fleet.working),
     )
-    fleet.move([name for name in names if not _is(fleet, name, State.WARM)], State.LOOKING, due=math.inf)
+    warm = {*fleet.are(State.WARM)}
+    fleet.move([name for name in names if name not in warm], State.LOOKING, due=math.inf)
     fleet.todo.append(fleet.look)
 
 
@@ -190,15 +189,16 @@ def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) ->
         fleet.look = events.Warm(plan=look.assignment, report=report, candidates=names)
         fleet.todo.append(fleet.look)
         return
+    blamed = wrong & {*names}
     for name in names:
         if name in wrong:
             reasons = _reasons(fleet, report, name) | {result.check: result.text for result in strange} | same[name]
             _refuse(fleet, name, reasons)
-        elif not wrong & {*names}:  # a start would end the job, whatever it is
+        elif not blamed:  # a start would end the job, whatever it is
             text = "the hosts that work could not start again now: " + "; ".join(report.problems)
             _refuse(fleet, name, {"those that work": text})
-        else:
-            _ask_others_again(fleet, [name])
+    if blamed:
+        _ask_others_again(fleet, [name for name in names if name not in wrong])
 
 
 def _is_same_machine(fleet: Fleet, name: str, report: PreflightReport, others: Collection[str] = ()) -> dict[str, str]:
