@@ -9,6 +9,8 @@ Signals go to processes in the network namespaces of the hosts alone.
 """
 
 import argparse
+import errno
+import os
 import random
 import signal
 import subprocess
@@ -238,8 +240,8 @@ class Chaos:
         unready = time.monotonic() < self._unready_until + gone_s
         # A rank that fails, or loses the others, while they stop and save; nothing is started again after a request.
         asked, disturbed = self._kinds & ASKED, self._kinds - ASKED or self._injector.is_staged
-        # A launch that is made while its folder cannot be written says so, and nothing has begun.
-        refused = code == UNREADY or (code == EXIT_USAGE and "cannot be written" in self._tail())
+        # A launch that is made while its folder is read-only says so, by what it would write first, and begins nothing.
+        refused = code == UNREADY or (code == EXIT_USAGE and os.strerror(errno.EROFS) in self._tail())
         fine = fine or (unready and refused) or (bool(asked and disturbed) and code in WHILE_STOPPING)
         assert fine, f"no fault explains the code {code}\n{self._tail()}"
         self._codes, self._kinds, self._given_up = set(), set(), False
