@@ -254,10 +254,10 @@ def _scored(
     rows = np.hstack([np.ones((len(features), 1)), features - centre])
     count, size = rows.shape
     c = losses.min() - np.array(belows)[:, None] * span  # float64[c, 1]
-    above = fitted = losses - c
+    above = losses - c
 
-    def solved(widths: Sequence[float]) -> tuple[Array, ...]:
-        """Least squares for each c and width: float64[c, w, ...].
+    def solve(fitted: Array, widths: Sequence[float]) -> tuple[Array, ...]:
+        """Least squares at `fitted`, E as float64[c, n], for each c and width: float64[c, w, ...].
 
         Rows of the prior lie below those of the trials: so it gives the posterior, and its error the rate.
         """
@@ -281,10 +281,11 @@ def _scored(
         evidence = np.asarray(-spread - _shape(count) * np.log(rate), np.float64)
         return beta[..., 0], root, q, np.maximum(rate, off), left_out, evidence
 
+    fitted = above
     for _ in range(REWEIGHED):
-        beta = solved([WIDTHS[len(WIDTHS) // 2]])[0][:, 0]
+        beta = solve(fitted, [WIDTHS[len(WIDTHS) // 2]])[0][:, 0]
         fitted = span * np.exp(np.clip(beta @ rows.T - np.log(span), *LIMITS))
-    betas, roots, bases, rates, left_out, evidence = solved(widths)
+    betas, roots, bases, rates, left_out, evidence = solve(fitted, widths)
     for i, below in enumerate(belows):
         for j, width in enumerate(widths):
             yield _Scored(
