@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -208,8 +209,11 @@ def _ranks_here() -> int:
 
 @contextlib.contextmanager
 def _logged_if_slow(text: str) -> Iterator[None]:
-    """Print a line where what is done within takes longer than a person waits for without asking."""
-    timer = threading.Timer(SLOW_S, lambda: print(text, flush=True))
+    """Print a line where what is done within takes longer than a person waits for without asking.
+
+    It goes to stderr: stdout may be a table or JSON that a program reads.
+    """
+    timer = threading.Timer(SLOW_S, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True
     if is_primary():
         timer.start()
