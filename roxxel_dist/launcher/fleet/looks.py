@@ -7,7 +7,8 @@ help are warm at last.
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.state import AWAY, Fleet, Host, State
@@ -58,18 +59,19 @@ def note_return(fleet: Fleet, names: Collection[str], *, failed: bool) -> None:
 
 def next_look(fleet: Fleet) -> None:
     """Ask for the next look, where none goes on."""
+    members = {*fleet.members}
     while fleet.look is None:
         due = [host for host in fleet.candidates if host.due <= fleet.now]
         warm, fit = fleet.are(State.WARM), fleet.are(State.FIT)
         if due:
-            first = due[0]
-            is_new = first.name not in fleet.members and not first.is_known
-            if is_new and fleet.grows_with([*warm, *fit, first.name]):
-                fleet.move([first.name], State.FIT, due=math.inf, passed_alone=False)
+            new = [host.name for host in takewhile(lambda host: host.name not in members and not host.is_known, due)]
+            if new and fleet.grows_with([*warm, *fit, new[0]]):  # and with each of the others, which make it no smaller
+                fleet.move(new, State.FIT, due=math.inf, passed_alone=False)
             else:
-                _look(fleet, (first.name,))
+                _look(fleet, (due[0].name,))
         elif fit:
-            together = tuple(host.name for host in fleet.candidates if host.name in (*warm, *fit))
+            both = {*warm, *fit}
+            together = tuple(host.name for host in fleet.candidates if host.name in both)
             if fleet.grows_with(together):
                 _look(fleet, together)
             else:
@@ -100,11 +102,13 @@ def warmed(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
         _ask_others_again(fleet, names)
     else:
         hosts, working, fleet.fit = warm.plan.hosts, fleet.working, warm.report
-        used = [name for name in names if name in hosts]
+        planned = {*hosts}
+        used = [name for name in names if name in planned]
         fleet.move(used, State.WARM, due=math.inf)
-        fleet.move([name for name in used if name not in fleet.members], State.WARM, is_known=True)
-        fleet.with_warm = tuple(name for name in hosts if name not in (*working, *names))
-        _settle(fleet, [name for name in names if name not in used], len(working) + len(used))
+        members, others, unused = {*fleet.members}, {*working, *names}, {*names} - {*used}
+        fleet.move([name for name in used if name not in members], State.WARM, is_known=True)
+        fleet.with_warm = tuple(name for name in hosts if name not in others)
+        _settle(fleet, [name for name in names if name in unused], len(working) + len(used))
     next_look(fleet)
 
 
@@ -130,10 +134,10 @@ def _end_look(fleet: Fleet, do: events.Look | events.Warm) -> tuple[str, ...]:
     fleet.look = None
     there = {*fleet.are(State.LOOKING), *fleet.are(State.WARM)}
     names = tuple(name for name in do.candidates if name in there)
-    gone = [name for name in do.candidates if name not in there and name in fleet.hosts]
+    gone, members = [name for name in do.candidates if name not in there and name in fleet.hosts], {*fleet.members}
     away = [name for name in fleet.in_order(gone) if fleet.hosts[name].state in (State.LOOKING, State.WARM)]
     fleet.move(away, State.LOST, due=fleet.now + fleet.pause_s)
-    fleet.drop([name for name in gone if name not in fleet.members])
+    fleet.drop([name for name in gone if name not in members])
     return names
 
 
@@ -145,7 +149,7 @@ def _ask_others_again(fleet: Fleet, names: Collection[str]) -> None:
 
 def _look(fleet: Fleet, names: tuple[str, ...]) -> None:
     """Ask one host alone, or some together with those that work."""
-    is_alone = len(names) == 1 and fleet.hosts[names[0]].state is not State.FIT
+    is_alone, working = len(names) == 1 and fleet.hosts[names[0]].state is not State.FIT, {*fleet.working}
     plan = Assignment(hosts=names, job=fleet.job_of(fleet.members)) if is_alone else fleet.plan(names)
     if is_alone:
         fleet.move(names, State.LOOKING, passed_alone=False)
@@ -155,7 +159,7 @@ def _look(fleet: Fleet, names: tuple[str, ...]) -> None:
         busy=fleet.working,
         check=frozenset(name for name in names if not fleet.hosts[name].passed_alone),
         candidates=names,
-        keep=() if is_alone else tuple(name for name in plan.hosts if name not in fleet.working),
+        keep=() if is_alone else tuple(name for name in plan.hosts if name not in working),
     )
     warm = {*fleet.are(State.WARM)}
     fleet.move([name for name in names if name not in warm], State.LOOKING, due=math.inf)
@@ -163,7 +167,7 @@ def _look(fleet: Fleet, names: tuple[str, ...]) -> None:
 
 
 def _judge_alone(fleet: Fleet, name: str, report: PreflightReport) -> None:
-    reasons = _reasons(fleet, report, name) | _is_same_machine(fleet, name, report)
+    reasons = _reasons(fleet, report, name) | _same_machines(fleet, [name], report).get(name, {})
     if not report.passed or report.suspects or reasons:
         _refuse(fleet, name, reasons)
         return
@@ -172,7 +176,7 @@ def _judge_alone(fleet: Fleet, name: str, report: PreflightReport) -> None:
 
 def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) -> None:
     names, working = look.candidates, fleet.working
-    same = {name: _is_same_machine(fleet, name, report, names[:place]) for place, name in enumerate(names)}
+    same = _same_machines(fleet, names, report)
     strange = [
         result
         for result in report.findings
@@ -183,7 +187,7 @@ def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) ->
     wrong = report.blamed(working).union(
         *(_strangers(result, working) for result in strange),
         report.suspects.keys() - {*working},
-        (name for name in names if same[name]),
+        same,
     )
     if report.passed and not wrong:
         fleet.look = events.Warm(plan=look.assignment, report=report, candidates=names)
@@ -192,8 +196,8 @@ def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) ->
     blamed = wrong & {*names}
     for name in names:
         if name in wrong:
-            reasons = _reasons(fleet, report, name) | {result.check: result.text for result in strange} | same[name]
-            _refuse(fleet, name, reasons)
+            reasons = _reasons(fleet, report, name) | {result.check: result.text for result in strange}
+            _refuse(fleet, name, reasons | same.get(name, {}))
         elif not blamed:  # a start would end the job, whatever it is
             text = "the hosts that work could not start again now: " + "; ".join(report.problems)
             _refuse(fleet, name, {"those that work": text})
@@ -201,14 +205,20 @@ def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) ->
         _ask_others_again(fleet, [name for name in names if name not in wrong])
 
 
-def _is_same_machine(fleet: Fleet, name: str, report: PreflightReport, others: Collection[str] = ()) -> dict[str, str]:
-    """Why a newcomer does not join that is a machine of the job, or one of `others`, by another name."""
-    machine = report.machines.get(name)
-    same = [other for other in fleet.working if fleet.report.machines.get(other) == machine]
-    if machine is None or name in fleet.members or len(same) > 1:  # hosts may be few machines from the start
-        return {}
-    same = same or [other for other in others if report.machines.get(other) == machine]
-    return {"machine": f"it is the machine of {same[0]}, by another name"} if same else {}
+def _same_machines(fleet: Fleet, names: Sequence[str], report: PreflightReport) -> dict[str, dict[str, str]]:
+    """Why newcomers do not join that are a machine of the job, or of one before them, by another name; by name."""
+    members, known, of_job = {*fleet.members}, dict[str, str](), dict[str | None, list[str]]()
+    for other in fleet.working:
+        of_job.setdefault(fleet.report.machines.get(other), []).append(other)
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        if (machine := report.machines.get(name)) is None:
+            continue
+        same = of_job.get(machine, [])
+        first = same[0] if same else known.setdefault(machine, name)
+        if name not in members and first != name and len(same) <= 1:  # hosts may be few machines from the start
+            found[name] = {"machine": f"it is the machine of {first}, by another name"}
+    return found
 
 
 def _strangers(result: CheckResult, working: Collection[str]) -> frozenset[str]:

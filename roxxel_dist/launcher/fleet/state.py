@@ -207,7 +207,8 @@ class Fleet:
 
     def in_order(self, hosts: Collection[str]) -> tuple[str, ...]:
         """These members, in the order of the ranks."""
-        return tuple(name for name in self.members if name in hosts)
+        chosen = {*hosts}
+        return tuple(name for name in self.members if name in chosen)
 
     def with_members(self, joins: Iterable[str]) -> tuple[str, ...]:
         """The members, and these."""
@@ -277,9 +278,10 @@ class Fleet:
 
         Those that join as spares, while an attempt goes on, can be used at once when a host fails.
         """
-        members = tuple(name for name in self.with_members(joins) if name not in leaves)
+        gone, before = {*leaves}, {*self.members}
+        members = tuple(name for name in self.with_members(joins) if name not in gone)
         if members != self.members and members:
-            new = [name for name in joins if name not in self.members]
+            new = [name for name in joins if name not in before]
             self.unchecked |= {name for name in new if not self.hosts[name].is_known}
             self.members, self.is_resized = members, True
-            self.drop([name for name in leaves if name not in self.members])
+            self.drop(gone - {*members})
