@@ -8,6 +8,7 @@ from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.model.attention.kernels import LONGEST_WHOLE
 from roxxel_dist.run.estimate.estimate import PhaseEstimate, RunEstimate
 from roxxel_dist.run.estimate.step_costs import largest
+from roxxel_dist.run.estimate.target_layouts import LayoutComparison
 from roxxel_dist.utils.display import aligned, duration, size
 
 NAMES = 3
@@ -156,6 +157,44 @@ def _costs(run: RunEstimate) -> list[str]:
             most = phase.flops / phase.steps / run.devices / (step.roofline_seconds * known.tera_flops * 1e12)
             lines.append(f"so the MFU is at most {most:.2f}: a real kernel takes longer, and most wait for one another")
     return lines
+
+
+def layouts_table(found: LayoutComparison) -> str:
+    """The layouts of a phase, the best first."""
+    title = (
+        f"layouts of phase {found.phase} ({found.share:.0%} of the computed tokens), a batch of {found.batch_size:,} "
+        f"rows x {found.seq_len:,} tokens on {found.devices} devices of {found.target}:"
+    )
+    rows = [["lines of the config", "roofline", "memory", "of its memory", "sent", "x devices / one", "limit"]]
+    for each in found.layouts:
+        step = each.step
+        memory = each.state_bytes if step is None or step.peak_bytes is None else step.peak_bytes
+        share = "" if found.device_bytes is None else f"{memory / found.device_bytes:.0%}"
+        cells = ["does not fit", size(memory), share, "", "", ""]
+        if step is not None and step.flops_per_device is not None:
+            bounds = step.bound_seconds
+            bound = max(bounds, key=lambda name: bounds[name], default="")
+            known = None if step.roofline_seconds is None else f"{1000 * step.roofline_seconds:.3g} ms"
+            cells[0] = (known or "unknown") if each.fits else cells[0]
+            ratio = "" if step.flops_ratio is None else f"{step.flops_ratio:.2f}"
+            cells[3:] = [size(sum(step.collectives.values())), ratio, bound]
+        rows.append([each.lines, *cells])
+    lines = [title, *aligned(rows)]
+    best = found.layouts[0] if found.layouts else None
+    if best is not None and best.fits:
+        lines += [
+            "",
+            f"the best of them: {best.text}",
+            *(f"{name}: {str(value).lower()}" for name, value in best.fields.items()),
+        ]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "roofline: every kernel and every transfer at the limit of the device, one after the other; a real step "
+            "overlaps some of them, and none is faster",
+        ]
+    )
 
 
 def _scores(phase: PhaseEstimate) -> str:

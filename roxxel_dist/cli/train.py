@@ -145,6 +145,9 @@ class PlanArgs(ConfigArgs):
     """One line for every array of parameters: its shape and its sharding."""
     costs: bool = False
     """With --target: where the time of a training step would go, by part: milliseconds, FLOPs, bytes, kernels."""
+    layouts: bool = False
+    """With --target, in place of the plan: the ways to divide the run over its devices (rows, fsdp, tensor), each
+    compiled, the best first, with the lines for the config."""
     json: bool = False
     """Print JSON instead of text."""
 
@@ -168,10 +171,11 @@ def plan(words: list[str]) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from pathlib import Path
 
-    from roxxel_dist.cli.plan_table import table
+    from roxxel_dist.cli.plan_table import layouts_table, table
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.devices.targets import MissingCompiler
     from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate
+    from roxxel_dist.run.estimate.target_layouts import LayoutComparison, compare_layouts
     from roxxel_dist.run.estimate.target_process import TargetError
 
     with usage_errors():
@@ -184,7 +188,8 @@ def plan(words: list[str]) -> int:
             device_memory_gb=args.device_memory_gb,
         )
     try:
-        result = estimate(config, args.data_path, request)
+        compare = compare_layouts if args.layouts else estimate
+        result = compare(config, args.data_path, request)
     except MissingCompiler as problem:
         info(str(problem))
         return EXIT_PREFLIGHT
@@ -196,7 +201,9 @@ def plan(words: list[str]) -> int:
             import json
 
             fields = dataclasses.asdict(result)
-            print(json.dumps(fields if args.arrays else fields | {"arrays": None}, indent=2))
+            print(json.dumps(fields if args.arrays or args.layouts else fields | {"arrays": None}, indent=2))
+        elif isinstance(result, LayoutComparison):
+            print(layouts_table(result))
         else:
             print(table(result, every_array=args.arrays, every_part=args.costs))
         sys.stdout.flush()

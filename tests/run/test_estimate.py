@@ -1,5 +1,6 @@
 """What a run would be, against what it is: every number compared with the real thing."""
 
+import dataclasses
 import json
 import math
 
@@ -14,7 +15,7 @@ from runs import rows
 from states import init_state
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase
-from roxxel_dist.cli.plan_table import table
+from roxxel_dist.cli.plan_table import layouts_table, table
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.devices.targets import Target
@@ -23,7 +24,8 @@ from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.run.components import build_components
 from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate, spans
-from roxxel_dist.run.estimate.target_steps import TargetCompiler
+from roxxel_dist.run.estimate.target_layouts import LayoutComparison, LayoutCost, compare, ways
+from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetStep
 from roxxel_dist.train.step.batch_layout import batch_layout
 from roxxel_dist.train.step.optimizer import InitialState
 from roxxel_dist.utils.display import size
@@ -327,6 +329,73 @@ class Here(Target):
 
     def device_bytes(self, device):
         return None
+
+
+def cost(fits, roofline_s, sent=0.0, peak=1, **fields):
+    """A layout as a target's compiler finds it."""
+    known = {
+        "fits": fits,
+        "peak_bytes": peak,
+        "device_bytes": 8,
+        "roofline_seconds": roofline_s,
+        "compile_seconds": 1.0,
+    }
+    figures = {"flops_per_device": 1.0 if fits else None, "flops_ratio": 1.0, "bound_seconds": {"compute": 1.0}}
+    step = TargetStep(**known, **figures, collectives={"all-gather": sent}, gathered={}, costs=())
+    return LayoutCost(fields=fields, text="rows", state_bytes=peak, step=step)
+
+
+def test_the_best_layout_is_first():
+    """What fits before what does not, then by time, by what is sent and by memory; what was not compiled is last."""
+    large = LayoutCost(fields={"fsdp": False}, text="rows", state_bytes=99, step=None)
+    best = [cost(True, 0.1, 5, 3, tensor_devices=2), cost(True, 0.2, 1), cost(True, 0.2, 2), cost(True, 0.2, 2, 4)]
+    best += [cost(False, None, peak=9), large]
+    assert sorted([*best[3:], *best[:3]], key=lambda each: each.order) == best
+    about = {"target": "h100:1x8", "devices": 8, "device_kind": "NVIDIA H100", "device_bytes": 8, "phase": 2}
+    found = LayoutComparison(**about, share=0.75, batch_size=32, seq_len=1025, layouts=tuple(best))
+    text = layouts_table(found).splitlines()
+    assert text[0].startswith("layouts of phase 2 (75% of the computed tokens), a batch of 32 rows x 1,025 tokens on 8")
+    assert [line.split("  ")[0] for line in text[2:4]] == ["tensor_devices: 2", "nothing divided"]
+    assert ["does not fit" in line for line in text[2:8]] == [False] * 4 + [True] * 2
+    assert "tensor_devices: 2" in text[9:]
+    assert found.problems == ()
+    [problem] = dataclasses.replace(found, layouts=(large,)).problems
+    assert "phase 2: 32 rows x 1025 tokens: its training step fits the devices of h100:1x8 in no layout" in problem
+
+
+def test_layouts_that_make_sense():
+    """(fsdp_devices, 0 for all of them, or None without fsdp; tensor_devices) by model, devices and hosts."""
+    own = Config(model="own_model:build")
+    for config, devices, hosts, expected in (
+        (Config(), 1, 1, [(None, 1)]),
+        (Config(), 2, 1, [(None, 1), (0, 1), (None, 2)]),
+        (Config(), 6, 1, [(None, 1), (0, 1), (None, 2), (0, 2)]),
+        (Config(), 8, 2, [(None, 1), (4, 1), (0, 1), (None, 2), (2, 2), (0, 2), (None, 4), (0, 4), (None, 8)]),
+        (own, 8, 1, [(None, 1), (0, 1)]),
+    ):
+        found = [
+            (way.get("fsdp_devices", 0) if way.get("fsdp") else None, way.get("tensor_devices", 1))
+            for way in ways(config, devices, hosts)
+        ]
+        assert found == expected, (devices, hosts)
+
+
+def test_layouts_are_compiled(corpus):
+    """On two devices of this process; where there is little memory, the step is tried with blocks computed again."""
+    done = []
+    compiler = TargetCompiler(Here("here", "cpu", (2,)), lambda what, is_done: done.append(what))
+    components = build_components(Config(**ALL), corpus, devices=compiler.devices)
+    found = compare(compiler, components)
+    assert (found.devices, found.phase, found.share) == (2, 1, 1)
+    assert {tuple(layout.fields) for layout in found.layouts} == {(), ("fsdp",), ("tensor_devices",)}
+    assert all(layout.step.peak_bytes > layout.state_bytes > 0 for layout in found.layouts)
+    assert not any("gradient_checkpointing" in what for what in done)
+    compiler.device_bytes = sorted(layout.state_bytes for layout in found.layouts)[1]  # of two, without a temporary
+    small = compare(compiler, components)
+    assert [layout.fits for layout in small.layouts] == [False] * 3
+    assert [layout.step is None for layout in small.layouts] == [False, False, True]
+    assert all(layout.fields["gradient_checkpointing"] is True for layout in small.layouts[:2])
+    assert len(small.problems) == 1
 
 
 @pytest.mark.long

@@ -87,6 +87,15 @@ def test_costs_need_a_target(work, capsys):
     assert "target is 'v5', which is not known" in capsys.readouterr().err
 
 
+def test_layouts_are_asked_of_a_compiler_of_one_program(work, capsys):
+    assert main([*WORDS, "--layouts"]) == 2
+    assert "layouts is True, and there is no target: give --target too" in capsys.readouterr().err
+    assert main([*WORDS, "--layouts", "--target", "v5"]) == 2
+    assert "target is 'v5', which is not known" in capsys.readouterr().err
+    assert main([*WORDS, "--layouts", "--target", "v5e:2x2", "--virtual_shards", "8"]) == 2
+    assert "virtual_shards is 8: a step of virtual shards is not one program" in capsys.readouterr().err
+
+
 def test_a_target_has_its_own_devices(work, capsys):
     with pytest.raises(UserError, match="target is v5e:2x2, and devices is 8: leave one out"):
         EstimateRequest(target="v5e:2x2", devices=8)
@@ -195,6 +204,27 @@ def test_a_tpu_slice(work):
     assert phase["attention"] == "splash"
     assert (found["devices"], found["processes"], found["platform"], found["target"]) == (4, 1, "tpu", "v5e:2x2")
     assert os.path.exists("/tmp/libtpu_lockfile") == locked
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_layouts_of_a_tpu_slice(work):
+    """The least roofline is first, all that fit come before all that do not, and the first is a config that trains."""
+    found, _ = plan(work, "--target", "v5e:2x2", "--layouts", "--fsdp_devices", "3", "--tensor_devices", "7")
+    layouts = found["layouts"]
+    fields = [layout["fields"] for layout in layouts]
+    assert {} in fields
+    assert {"fsdp": True} in fields
+    assert {"fsdp": True, "tensor_devices": 2} in fields
+    assert not any(each.get("tensor_devices", 1) > 2 for each in fields)  # a head is not divided
+    steps = [layout["step"] for layout in layouts]
+    rooflines = [step["roofline_seconds"] for step in steps if step["fits"]]
+    assert rooflines == sorted(rooflines)
+    assert all(step["flops_ratio"] == pytest.approx(1, abs=0.05) for step in steps)
+    words = [word for name, value in fields[0].items() for word in (f"--{name}", str(value))]
+    of_plan, _ = plan(work, "--target", "v5e:2x2", *words)
+    of_best = of_plan["phases"][0]["target"]
+    assert {**of_best, "compile_seconds": 0, "validation": 0} == {**steps[0], "compile_seconds": 0, "validation": 0}
 
 
 CUT_ROW = """

@@ -20,6 +20,7 @@ from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.layouts.check import LayoutReport
 from roxxel_dist.run.estimate.estimate import RunEstimate
+from roxxel_dist.run.estimate.target_layouts import LayoutComparison
 from roxxel_dist.sweep.study.journal import State, Trial
 from roxxel_dist.utils.component import field_docs
 from roxxel_dist.view.job import JobState
@@ -271,6 +272,7 @@ def schemas() -> dict[str, Schema]:
         "eval": _evaluation(),
         "launch local --dry-run": _launch(),
         "plan": _plan(),
+        "plan --layouts": of_fields(LayoutComparison),
         "ps": _list_of(job, "The jobs."),
         "report": _report(),
         "top": _top(),
@@ -285,7 +287,8 @@ def messages() -> dict[str, Schema]:
 
 def file_of(command: str) -> str:
     """The name of its file."""
-    return f"{command.split(maxsplit=1)[0]}.schema.json" if "--notify" not in command else "notify.schema.json"
+    named = {"plan --layouts": "plan-layouts", "launch ssh --notify": "notify"}
+    return f"{named.get(command, command.split(maxsplit=1)[0])}.schema.json"
 
 
 def main(folder: Path) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,20 @@ def estimate(
         MissingCompiler: the target's compiler is not installed.
     """
     if request.target is not None and compiler is None:
-        return _for_target(config, data_path, request)
+        return for_target(_estimate_in_process, config, data_path, request)
+    with open_components(config, data_path, request, compiler, folder) as (components, notes):
+        return _estimate(components, request, notes, compiler)
+
+
+@contextlib.contextmanager
+def open_components(
+    config: Any,
+    data_path: str | Path | None,
+    request: EstimateRequest,
+    compiler: TargetCompiler | None,
+    folder: Path | None,
+) -> Iterator[tuple[RunComponents, list[str]]]:
+    """(the components of what would be trained, notes about them); the arguments are those of `estimate`."""
     with contextlib.ExitStack() as held:
         with usage_errors():
             saved = {} if request.run is None else _saved(request.run)
@@ -265,17 +278,20 @@ def estimate(
                 data.tokenizer.encode(config.sample_prompt)
         if path is not None and not is_tokens(path):
             notes.append(f"{path} is text: shards of it were made, and are gone")
-        return _estimate(components, request, notes, compiler)
+        yield components, notes
 
 
-def _for_target(config: Any, data_path: str | Path | None, request: EstimateRequest) -> RunEstimate:
-    """The estimate for a target, made by a process of its own."""
+def for_target(
+    function: Callable[..., Any], config: Any, data_path: str | Path | None, request: EstimateRequest
+) -> Any:
+    """`function(report, target, config, data_path, request, folder)` in a process with the target's environment; the
+    folder is for shards of text."""
     target = parse_target(request.target or "")
     if "ROXXEL_PROCESS_ID" in os.environ:
         raise UserError(f"target is {target.name}: one process compiles for it, so plan in one that is not launched")
     check_compiler(target, pip_install(target.extra()))
     with interrupt.temporary_folder(".plan-", Path.cwd()) as folder:
-        return call_for_target(target, _estimate_in_process, config, data_path, request, folder)
+        return call_for_target(target, function, config, data_path, request, folder)
 
 
 def _estimate_in_process(report: Report, target: Target, *args: Any) -> RunEstimate:
@@ -284,9 +300,7 @@ def _estimate_in_process(report: Report, target: Target, *args: Any) -> RunEstim
     if config.virtual_shards:  # before the compiler makes jax's devices; see `measure_exact`
         pin_for_run(config.virtual_shards, None)
         simulate_devices(target.device_count)
-    compiler = TargetCompiler(target, report)
-    if request.device_memory_gb:
-        compiler.device_bytes = int(request.device_memory_gb * 1e9)
+    compiler = TargetCompiler(target, report, request.device_memory_gb)
     return estimate(config, data_path, request, compiler=compiler, folder=folder)
 
 
@@ -317,7 +331,7 @@ def _estimate(
             cuts_rows=can_cut_rows(components.build, components.loss),
         )
         saved = None if request.run is None else saved_metadata(request.run)
-        plan = _plan(curriculum, config.seed, saved)
+        plan = plan_of(curriculum, config.seed, saved)
         optimizer = for_run(components.optimizer, plan.shapes, {} if saved is None else saved.schedule)
         components = dataclasses.replace(components, optimizer=optimizer)
         last = last_step(plan, options)
@@ -524,7 +538,7 @@ def _memory_limit(mesh: Mesh, request: EstimateRequest, target: TargetCompiler |
     return min(filter(None, (stat.get("bytes_limit") for stat in stats)), default=None)
 
 
-def _plan(curriculum: Curriculum, seed: int, saved: CheckpointMetadata | None) -> Plan:
+def plan_of(curriculum: Curriculum, seed: int, saved: CheckpointMetadata | None) -> Plan:
     """The plan; that of a run, if it is of these phases: it includes amendments and skipped steps."""
     kept = None if saved is None else Plan.from_state(saved.plan)
     if kept is not None and (kept.shapes, kept.seed) == (curriculum.shapes, seed):

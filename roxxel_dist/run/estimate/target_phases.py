@@ -39,7 +39,7 @@ def on_target(
     if not steps.is_one_program:
         # Kernels of the target cannot be traced for simulated devices; they change no number of calls.
         config = dataclasses.replace(components.config, attention="xla")
-        parts, mesh = _rebuilt(config, components), simulated_mesh(steps.mesh)
+        parts, mesh = rebuilt(config, components), simulated_mesh(steps.mesh)
         plain = parts.steps(mesh, plan.total_steps)
         simulated = plain.train, plain.evaluate()
 
@@ -74,7 +74,7 @@ def on_target(
     return found
 
 
-def _rebuilt(config: Config, components: RunComponents, devices: Sequence[Any] | None = None) -> RunComponents:
+def rebuilt(config: Config, components: RunComponents, devices: Sequence[Any] | None = None) -> RunComponents:
     """The components of a changed config, with the schedule of those that there are."""
     made = build_components(config, components.data, devices=devices)
     return dataclasses.replace(made, optimizer=components.optimizer)
@@ -111,7 +111,7 @@ def cure(target: TargetCompiler, components: RunComponents, plan: Plan, step: in
         try:
             changed = dataclasses.replace(config, **change)
             changed.validate()
-            made = _rebuilt(changed, components, components.devices)
+            made = rebuilt(changed, components, components.devices)
             steps = made.steps(made.mesh(target.hosts), plan.total_steps)
         except ValueError:
             continue  # not for this model, or not on these devices

@@ -68,14 +68,17 @@ class TargetCompiler:
     Args:
         target: the devices.
         report: called with the name of a program before its compilation and after it.
+        device_memory_gb: memory of a device in 10^9 bytes; None: that of the target's devices.
     """
 
-    def __init__(self, target: Target, report: Report) -> None:
+    def __init__(self, target: Target, report: Report, device_memory_gb: float | None = None) -> None:
         self.target: Target = target
         self._report = report
         self.devices: list[Any] = target.devices()
         self.hosts: int = len(set(hosts_of(self.devices)))
-        self.device_bytes: int | None = target.device_bytes(self.devices[0])
+        self.device_bytes: int | None = (
+            int(device_memory_gb * 1e9) if device_memory_gb else target.device_bytes(self.devices[0])
+        )
         if target.is_gpu:
             assume_compute_capability(GPUS[target.kind].capability)
 
