@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.block_programs import BlockPrograms, with_update_norm
-from roxxel_dist.train.exact.block_update import Arrays, BlockGroup, BlockUpdate, Group, scalars_of
+from roxxel_dist.train.exact.block_update import Arrays, BlockGroup, BlockUpdate, Group, SquaresOfBlocks, scalars_of
 from roxxel_dist.train.exact.blocks import Blocks
 from roxxel_dist.train.exact.layout import Layout, shapes_of
 from roxxel_dist.train.exact.ownership import BlockNumbers, Ownership, across
@@ -53,10 +53,7 @@ class BlockCompiler:
         names = [list(chunks) for chunks in programs.sums.chunks]
         shares = {name: totals[name] for group in names for name in group}
         rest = {name: leaf for name, leaf in totals.items() if name not in shares}
-        block = {name: self._flat(leaf, 1) for name, leaf in shares.items()}
-        weight = jax.eval_shape(programs.weight_of, rest)
-        here = owner.of_here(owner.shares)
-        squares = jax.ShapeDtypeStruct((1, owner.count), np.float32)
+        squares = jax.ShapeDtypeStruct((1, owner.count), np.float32) if shares else None
         model = shapes_of(Model(self.state.params, self.state.rest, self.hparams))
         args = rest, squares, model, *shapes_of((self.state.step, self.state.health)), counts
         numbers, _, small, metrics = jax.eval_shape(programs.numbers, *args)
@@ -69,11 +66,7 @@ class BlockCompiler:
         return BlockUpdate(
             layout=layout,
             names=names,
-            apart=[
-                self._apart(shares, rest, len(own), device) for own, device in zip(here, layout.devices, strict=True)
-            ],
-            squares_of=self.each(programs.squares, block, weight),
-            squares=BlockNumbers.compiled(layout, owner.count, owner.shares, here, self.compile_one, self.for_each),
+            squares=self._squares(shares, rest) if shares else None,
             numbers=self.each(programs.numbers, *args),
             blocks=blocks,
             groups=[*large, self._small_group(small, inputs)],
@@ -88,6 +81,19 @@ class BlockCompiler:
     def _flat(self, share: Any, blocks: int) -> Any:
         """Of so many blocks, of the shape of a device's share."""
         return jax.ShapeDtypeStruct((1, share.shape[1] // self.ownership.most * blocks), np.float32)
+
+    def _squares(self, shares: Packed, rest: Packed) -> SquaresOfBlocks:
+        owner, layout, programs = self.ownership, self.layout, self.programs
+        block = {name: self._flat(leaf, 1) for name, leaf in shares.items()}
+        weight, here = jax.eval_shape(programs.weight_of, rest), owner.of_here(owner.shares)
+        return SquaresOfBlocks(
+            names=list(programs.sums.chunks[0]),
+            apart=[
+                self._apart(shares, rest, len(own), device) for own, device in zip(here, layout.devices, strict=True)
+            ],
+            squares_of=self.each(programs.squares, block, weight),
+            gather=BlockNumbers.compiled(layout, owner.count, owner.shares, here, self.compile_one, self.for_each),
+        )
 
     def _apart(self, shares: Packed, rest: Packed, count: int, device: Any) -> Any:
         def open_shares(shares: Packed, rest: Packed) -> Any:

@@ -17,7 +17,7 @@ from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.selection import Selection
 from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_average, update_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
-from roxxel_dist.train.step.optimizer import NamedOptimizer, for_model, updates_of
+from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
 from roxxel_dist.train.step.step import EMA, SPIKE_FACTOR, Hparams, Loss, Metrics, divisor
 
 Join = Callable[[Any, Model, Leaves], tuple[Sums, Leaves]]
@@ -66,11 +66,9 @@ class BlockPrograms:
     """Its shapes."""
 
     @property
-    def optimizer(self) -> NamedOptimizer:
+    def optimizer(self) -> Optimizer:
         """For the model."""
-        optimizer = for_model(self.programs.optimizer, self.programs.split.params.matrices)
-        assert isinstance(optimizer, NamedOptimizer)
-        return optimizer
+        return for_model(self.programs.optimizer, self.programs.split.params.matrices)
 
     def weight_of(self, packed: Packed) -> jax.Array:
         """float32[]: what the sums of all shards are divided by."""
@@ -91,18 +89,20 @@ class BlockPrograms:
     def numbers(
         self,
         packed: Packed,
-        squares: jax.Array,
+        squares: jax.Array | None,
         model: Model,
         step: jax.Array,
         health: LossMonitorState,
         counts: Leaves,
     ) -> tuple[Numbers, Rest, Parts, Metrics]:
         """(what all updates take, the state beside them, the gradient sums of small parameters, the metrics but for the
-        norm of the update) of the sums without those of blocks, and float32[1, V] the squares of these."""
+        norm of the update) of the sums without those of blocks, and float32[1, V] the squares of these, if there are
+        any."""
         whole, counts = self.join(self.sums.rest(packed), model, counts)
         counted, settings = divisor(whole.weight), self.optimizer.for_batch(model.hparams, self.batch)
         small = {name: [grad] for name, grad in whole.grads.items()}
-        norm = jnp.sqrt(squares.sum() + squares_of(self.gradient(small, whole.weight)))
+        grads = self.gradient(small, whole.weight)
+        norm = global_norm(grads) if squares is None else jnp.sqrt(squares.sum() + squares_of(grads))
         means = {
             name: (leaf / self.programs.shards).astype(model.rest[name].dtype)
             for name, leaf in whole.statistics.items()
@@ -110,7 +110,9 @@ class BlockPrograms:
         scalars = {name: value / counted for name, value in whole.scalars.items()}
         loss = Loss(whole.loss / counted, scalars, whole.row_loss, row_weight=whole.row_weight)
         row_loss, row_weight = jax.tree.map(jnp.float32, (loss.row_loss, loss.row_weight))
-        scalars = {**scalars, "loss": loss.loss, "grad_norm": norm, "lr": self.optimizer.rate(settings, step)}
+        scalars = {**scalars, "loss": loss.loss, "grad_norm": norm}
+        if (rate := self.optimizer.rate(settings, step)) is not None:
+            scalars["lr"] = rate
         scalars = jax.tree.map(jnp.float32, scalars)
         skip = self.programs.skip_bad
         health, bad = update_monitor(health, step + 1, scalars["loss"], norm, model.hparams[SPIKE_FACTOR], skip=skip)

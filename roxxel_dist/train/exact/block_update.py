@@ -133,16 +133,35 @@ class BlockGroup:
 
 
 @dataclass(frozen=True)
+class SquaresOfBlocks:
+    """The squares of the gradients of each block of all groups, which a device has added up."""
+
+    names: Sequence[str]
+    """Of the chunks of the first group, whose gradients are passed on."""
+    apart: Programs
+    """(shares, other totals) -> (the gradients of each block, the weight of the sums)."""
+    squares_of: Programs
+    gather: BlockNumbers
+
+    def run(self, shares: list[Packed], totals: list[Packed]) -> tuple[list[list[list[jax.Array]]], list[jax.Array]]:
+        """(the gradients of each block of the first group, the squares of all blocks), by device of this process."""
+        opened = [apart(*own) for apart, *own in zip(self.apart, shares, totals, strict=True)]
+        squares = [
+            [square(block, weight) for block in blocks]
+            for square, (blocks, weight) in zip(self.squares_of, opened, strict=True)
+        ]
+        return [[[block[name] for name in self.names] for block in own] for own, _ in opened], self.gather.run(squares)
+
+
+@dataclass(frozen=True)
 class BlockUpdate:
     """(states, models, totals, counts) -> (states, metrics), by device of this process."""
 
     layout: Layout
     names: Sequence[Sequence[str]]
     """Of the packed chunks of each group of large parameters; the first one is that of `blocks`."""
-    apart: Programs
-    """(a device's shares of these, the other totals) -> (the gradients of each block, the weight of the sums)."""
-    squares_of: Programs
-    squares: BlockNumbers
+    squares: SquaresOfBlocks | None
+    """None where no parameter is updated in blocks."""
     numbers: Programs
     blocks: BlockGroup | SpreadGroup | None
     groups: Sequence[Group]
@@ -155,7 +174,7 @@ class BlockUpdate:
     ) -> tuple[list[TrainState], Metrics]:
         """The states are donated. Metrics are those of the first device: all have the same."""
         shares = [{name: total.pop(name) for group in self.names for name in group} for total in totals]
-        blocks, squares = self._squares(shares, totals)
+        blocks, squares = self.squares.run(shares, totals) if self.squares else ([], [None] * len(parts))
         found = [
             numbers(*args, part.step, part.health, count)
             for numbers, part, count, *args in zip(self.numbers, parts, counts, totals, squares, models, strict=True)
@@ -181,19 +200,6 @@ class BlockUpdate:
             params, opt_state = joined(part, [selection.tree(own[i], common[i]) for selection, own in done])
             states.append(TrainState(found[i][1].step, params, rests[i], opt_state, found[i][1].health))
         return states, self.norm(found[0][3], changes)
-
-    def _squares(
-        self, shares: list[Packed], totals: list[Packed]
-    ) -> tuple[list[list[list[jax.Array]]], list[jax.Array]]:
-        """(the gradients of each block of the first group, the squares of all blocks), by device."""
-        opened = [apart(*own) for apart, *own in zip(self.apart, shares, totals, strict=True)]
-        squares = self.squares.run(
-            [
-                [square(block, weight) for block in blocks]
-                for square, (blocks, weight) in zip(self.squares_of, opened, strict=True)
-            ]
-        )
-        return [[[block[name] for name in self.names[0]] for block in blocks] for blocks, _ in opened], squares
 
 
 def gathered(layout: Layout, programs: Sequence[Any], chunks: Sequence[list[jax.Array]]) -> list[list[jax.Array]]:

@@ -41,12 +41,15 @@ class Blocks:
     """All other parameters."""
 
     @classmethod
-    def of(cls, split: ModuleSplit, params: Mapping[str, Any], optimizer: Optimizer, count: int) -> "Blocks | None":
-        """Of a model, whose parameters may be abstract, and the optimizer for it. None where no parameter is large, or
-        where the optimizer is the user's: it may take any parameters together."""
+    def of_model(cls, split: ModuleSplit, params: Mapping[str, Any], optimizer: Optimizer, count: int) -> "Blocks":
+        """The blocks of a model, whose parameters may be abstract, and the optimizer for it.
+
+        All parameters count as small, and are updated together, where the optimizer is the user's: it may take any
+        parameters together.
+        """
         found = block_dimensions(split, params, count)
         if not found or not isinstance(optimizer, NamedOptimizer) or optimizer.own is not None:
-            return None
+            return cls(count, {}, ((),), tuple(params))
         alike = tuple(name for name in found if is_elementwise(optimizer, name, params[name]))
         others = [name for name in found if name not in alike]
         sizes = {name: math.prod(params[name].shape) for name in others}
@@ -98,7 +101,7 @@ class BlockSums:
         ]
         found = []
         for i, size in enumerate(sizes):
-            count = max(1, round(CHUNKS * size / sum(sizes)))
+            count = max(1, round(CHUNKS * size / max(1, sum(sizes))))
             ends = [size * k // count for k in range(count + 1)]
             found.append({f"group {i}.{k}": range(*ends[k : k + 2]) for k in range(count) if size})
         return found

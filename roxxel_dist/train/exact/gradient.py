@@ -16,15 +16,12 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.loss import END_NATS
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.exact.packing import Packed, pack, wide
-from roxxel_dist.train.step.optimizer import Optimizer, for_model
-from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.optimizer import Optimizer
 from roxxel_dist.train.step.step import (
     WEIGHT,
     Hparams,
     Loss,
     LossFn,
-    Metrics,
-    apply_gradient,
     divisor,
     measure,
     micro_batches,
@@ -117,17 +114,6 @@ class ShardPrograms:
         )
         check_statistics(sums.statistics)
         return sums, {name: after[name] for name in sorted(counts)}
-
-    def finish(self, sums: Sums, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
-        """The state after a step, of the sums of all shards."""
-        counted = divisor(sums.weight)
-        grads = {name: (grad / counted).astype(state.params[name].dtype) for name, grad in sums.grads.items()}
-        means = {name: (leaf / self.shards).astype(state.rest[name].dtype) for name, leaf in sums.statistics.items()}
-        scalars = {name: value / counted for name, value in sums.scalars.items()}
-        loss = Loss(sums.loss / counted, scalars, sums.row_loss, row_weight=sums.row_weight)
-        optimizer = for_model(self.optimizer, self.split.params.matrices)
-        rest = {**state.rest, **counts, **means}
-        return apply_gradient(optimizer, state, hparams, grads, rest, loss, skip_bad=self.skip_bad)
 
     def losses(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Packed:
         """The packed sums of the losses of a virtual shard, dropout off: see `mean_losses`."""

@@ -22,7 +22,6 @@ from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, PiecePrograms
 from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, Tree, add_sums
 from roxxel_dist.train.exact.uneven_key_moves import UnevenKeyMoves
-from roxxel_dist.train.exact.update import WholeUpdate
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
@@ -162,7 +161,7 @@ class CompiledLongStep:
     """Of packed gradients of each use of parameters."""
     join: Programs
     exchange: Exchange
-    update: WholeUpdate | BlockUpdate
+    update: BlockUpdate
 
     @classmethod
     def compiled(

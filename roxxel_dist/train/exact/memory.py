@@ -107,8 +107,6 @@ def _held(shards: range) -> int:
 
 def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[float, float]:
     """(the totals that a device gets, the most that an update takes beside them and the gathered parameters)."""
-    if totals.blocks is None:  # everything at once
-        return whole_bytes(packed), gathered_bytes(state.opt_state) + whole_bytes(packed)
     blocks = totals.blocks.blocks
     sizes = [whole_bytes([packed[name] for name in group]) for group in totals.blocks.chunks]
     owner = totals.ownership(blocks, state)
@@ -116,13 +114,15 @@ def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[fl
     first, *others = (
         (gathered_bytes(_moments(state, names)), size) for names, size in zip(blocks.groups, sizes, strict=True)
     )
-    needs = [3 * share, *(moments + GROUP_COPIES * size for moments, size in others)]
+    rest = whole_bytes(packed) - sum(sizes)
+    together = gathered_bytes(_moments(state, blocks.small)) + rest
+    needs = [3 * share, together, *(moments + GROUP_COPIES * size for moments, size in others)]
     if not owner.is_cut:
         arrays = Selection.of(state, blocks.groups[0]).apart(state)[0]
         needs.append(SPREAD_COPIES * (whole_bytes(arrays) + first[1]) / owner.count)
     elif len(owner.teams[0]) > 1:
         needs.append(2 * first[1] * len(owner.owned[0]) / owner.count)
-    return whole_bytes(packed) - sum(sizes) + share, max(needs)
+    return rest + share, max(needs)
 
 
 def _moments(state: TrainState, names: tuple[str, ...]) -> list[Any]:

@@ -25,7 +25,7 @@ from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction
 from roxxel_dist.train.exact.slices import Gather
-from roxxel_dist.train.exact.update import Totals, WholeUpdate
+from roxxel_dist.train.exact.update import Totals
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState, placed_state
 from roxxel_dist.train.step.step import BALANCE, Hparams, Metrics
@@ -213,7 +213,7 @@ class RowStep:
     rows: RowCutter
     sums: Programs
     reduction: Reduction
-    update: WholeUpdate | BlockUpdate
+    update: BlockUpdate
 
     @classmethod
     def compiled(

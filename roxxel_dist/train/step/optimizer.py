@@ -103,9 +103,9 @@ class FixedOptimizer:
         del batch
         return settings
 
-    def build(self, settings: Settings, step: ArrayLike) -> optax.GradientTransformation:
+    def build(self, settings: Settings, step: ArrayLike, norm: jax.Array | None = None) -> optax.GradientTransformation:
         """The transformation itself; it counts steps in its own state."""
-        del settings, step
+        del settings, step, norm
         return self.tx
 
     def rate(self, settings: Settings, step: ArrayLike) -> None:
