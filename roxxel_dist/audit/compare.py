@@ -31,7 +31,7 @@ def compare(one: RunRecord, other: RunRecord) -> Comparison:
     both = [step for step in one.rows if step in other.rows]
     known = [step for step in both if DIGEST in one.rows[step] and DIGEST in other.rows[step]]
     for run in (one, other):
-        if RunMetadata.of(run.saved).merged_from:
+        if RunMetadata.of_saved(run.saved).merged_from:
             raise UserError(
                 f"{one.name} and {other.name} cannot be compared: {run.name} is merged from checkpoints, and no step "
                 f"made it; compare losses with `roxxel-dist eval`"
@@ -57,6 +57,6 @@ def _differences(one: RunRecord, other: RunRecord) -> list[str]:
 
 
 def _settings(run: RunRecord) -> dict[str, Any]:
-    record = RunMetadata.of(run.saved)
+    record = RunMetadata.of_saved(run.saved)
     config = {name: value for name, value in run.saved.items() if name != RECORD}
     return {**config, "corpus": record.corpus, **(run.segments()[-1].bits)}

@@ -93,11 +93,11 @@ class RunRecord:
     @property
     def begins_after(self) -> int:
         """The number of steps before the run's own first step, in the run that it was forked from."""
-        return (RunMetadata.of(self.saved).forked_from or {}).get("step", 0)
+        return (RunMetadata.of_saved(self.saved).forked_from or {}).get("step", 0)
 
     def segments(self) -> list[Segment]:
         """In the order of steps, each up to the start of the next; without steps that the run went back over."""
-        record = RunMetadata.of(self.saved)
+        record = RunMetadata.of_saved(self.saved)
         configs = [{name: value for name, value in self.saved.items() if name != RECORD}]
         for resume in reversed(record.resumes):
             configs.insert(0, configs[0] | resume.get("changed_from", {}))

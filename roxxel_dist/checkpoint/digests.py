@@ -77,7 +77,7 @@ class FileDigest(NamedTuple):
     rank: int = 0
 
     @classmethod
-    def of(cls, path: Path, rank: int = 0, *, hashed: bool = True) -> Self:
+    def of_file(cls, path: Path, rank: int = 0, *, hashed: bool = True) -> Self:
         """A file as it is; if not `hashed`, its size alone. Raises OSError."""
         return cls(path.stat().st_size, _hash_file(path) if hashed else "", rank)
 

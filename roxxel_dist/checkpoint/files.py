@@ -289,7 +289,7 @@ def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDiges
     """Write the digests of this rank's files, which are final by now, where rank 0 finds them."""
     own = temporary / STATE / f"ocdbt.process_{rank}"
     files = {
-        str(path.relative_to(temporary)): FileDigest.of(path, rank, hashed=path.stat().st_size <= SMALL)
+        str(path.relative_to(temporary)): FileDigest.of_file(path, rank, hashed=path.stat().st_size <= SMALL)
         for path in files_below(own)
     }
     temporary.mkdir(parents=True, exist_ok=True)  # a rank that owns nothing may be here before rank 0 has made it
@@ -303,7 +303,7 @@ def write_table(temporary: Path, step: int, ranks: int, meta: str) -> None:
     for path in parts:
         path.unlink()
     added = {str(path.relative_to(temporary)): path for path in files_below(temporary)}
-    added = {name: FileDigest.of(path) for name, path in added.items() if name != META and name not in table.files}
+    added = {name: FileDigest.of_file(path) for name, path in added.items() if name != META and name not in table.files}
     replace(table, files={**table.files, **added}).write(temporary / TABLE)
 
 

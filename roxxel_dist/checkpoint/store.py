@@ -82,7 +82,7 @@ class _Problem(NamedTuple):
     """Whether it is an object store that does not answer: no later save would do better."""
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> "_Problem":
+    def of_error(cls, rank: int, error: BaseException) -> "_Problem":
         return cls(f"rank {rank}: {files.cause(error)}", isinstance(error, StoreTimeoutError))
 
 
@@ -305,7 +305,7 @@ class CheckpointStore:
             if self._remote is not None:
                 self._remote.send_part(save.temporary, save.step, rank)
         except Exception as error:  # Orbax raises many kinds; all mean that there is no checkpoint
-            problem = _Problem.of(rank, error)
+            problem = _Problem.of_error(rank, error)
         try:
             # A rank that failed reports too, so the others do not wait for it.
             texts = gather_to_primary(self._name, json.dumps(problem), SAVE_LIMIT_S)
@@ -341,7 +341,7 @@ class CheckpointStore:
             if self._remote is not None:
                 self._remote.commit(save.step, ranks)
         except Exception as error:
-            return _Problem.of(0, error)
+            return _Problem.of_error(0, error)
         return _Problem()
 
     def _prune(self, save: _Save) -> _Ending:

@@ -70,7 +70,7 @@ def encode_documents(
                     ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
                     tally.add(size_of_text, one)
                     # Where a text may change its document is not cut, so `one` is of the whole.
-                    yield ids if counts is None else TextDocument(ids, size_of_text, counts.of(ids, separated))
+                    yield ids if counts is None else TextDocument(ids, size_of_text, counts.bytes_of(ids, separated))
                     parts, size_of_text = [], 0
                     advance(size)
 

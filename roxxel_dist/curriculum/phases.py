@@ -126,7 +126,7 @@ class Phase:
         return "Phase(" + ", ".join(f"{name}={value!r}" for name, value in given.items()) + ")"
 
     @classmethod
-    def of(cls, phase: "Phase | Mapping[str, Any]") -> "Phase":
+    def of_value(cls, phase: "Phase | Mapping[str, Any]") -> "Phase":
         """A phase from a mapping as it stands in YAML, or the phase itself.
 
         Args:
@@ -170,12 +170,12 @@ def phases_of(given: Phase | Mapping[str, Any]) -> list[Phase]:
     the `epochs`, or of the `steps` a share in proportion to 1 / size.
 
     Raises:
-        ValueError: what `Phase.of` raises, or the sizes do not rise, or one of them gets no step.
+        ValueError: what `Phase.of_value` raises, or the sizes do not rise, or one of them gets no step.
     """
     sizes = given.get("batch_size") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(sizes, list | tuple):
-        return [Phase.of(given)]
-    whole = [Phase.of({**given, "batch_size": size}) for size in sizes]
+        return [Phase.of_value(given)]
+    whole = [Phase.of_value({**given, "batch_size": size}) for size in sizes]
     if len(whole) < 2 or any(one >= other for one, other in pairwise(phase.batch_size or 0 for phase in whole)):
         raise UserError(
             f"phases: batch_size is {list(sizes)}: the sizes of a ramp are two or more, and each is larger than the "

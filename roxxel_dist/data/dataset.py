@@ -426,7 +426,7 @@ class Roxxel:
         )
         if isinstance(items, Roxxel):  # a file that is truncated while it is copied must be an error, not zeros
             items = items.read_documents()
-        write_data_set(Target.of(self.filepath), items, options, append=append)
+        write_data_set(Target.of_path(self.filepath), items, options, append=append)
         self._closed = False
         self._open()
 

@@ -267,7 +267,7 @@ class _Check:
             jaxpr = trace()
             if subject.is_own and is_main:
                 self._compare_processes(trace, jaxpr)
-            programs = ReferencePrograms.compiled(
+            programs = ReferencePrograms.compile_reference(
                 subject.model, loss, layout, self._weights, rows, unit=coarsest(jaxpr), in_float64=is_main
             )
             self._truths[key] = _Truth(
@@ -337,7 +337,9 @@ class _Check:
             return _without_reference(layout, error)
         loss = self._subject.loss if balanced else without_balance(self._subject.loss)
         try:
-            program = StepProgram.compiled(self._subject.model, loss, layout, self._weights, self._batch(layout.batch))
+            program = StepProgram.compile_program(
+                self._subject.model, loss, layout, self._weights, self._batch(layout.batch)
+            )
         except Exception as error:
             return _not_computed(layout, error)
         return _Begun(layout, truth, program)

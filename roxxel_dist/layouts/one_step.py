@@ -125,7 +125,7 @@ class StepProgram:
     weights: Weights
 
     @classmethod
-    def compiled(
+    def compile_program(
         cls, model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any, *, wide: bool = False
     ) -> "StepProgram":
         """For a model, or what builds it, and a batch of int32[B, L] numpy arrays.
@@ -253,7 +253,7 @@ def compile_step(jitted: Any, args: tuple[Any, ...], mesh: Mesh) -> Any:
 
     if isinstance(jitted, Composite):
         with jax.set_mesh(one_device(mesh)):
-            return jitted.compiled(Compiling, for_each, *args)
+            return jitted.compile(Compiling, for_each, *args)
     return Compiling(jitted, args, mesh_of(args[-1], mesh))
 
 

@@ -74,7 +74,7 @@ class ReferencePrograms:
     unit: float
 
     @classmethod
-    def compiled(
+    def compile_reference(
         cls,
         model: Any,
         loss_fn: LossFn,
@@ -89,11 +89,11 @@ class ReferencePrograms:
 
         Without `in_float64`, and where the model does not take it, x* is the run as it is, x_0.
         """
-        program, exact, why = StepProgram.compiled(model, loss_fn, layout, weights, batch), None, ""
+        program, exact, why = StepProgram.compile_program(model, loss_fn, layout, weights, batch), None, ""
         try:
             if in_float64:
                 with jax.enable_x64(True):
-                    exact = StepProgram.compiled(model, loss_fn, layout, weights, batch, wide=True)
+                    exact = StepProgram.compile_program(model, loss_fn, layout, weights, batch, wide=True)
         except Exception as error:  # of whatever kind: the model's own code is traced with types it may not expect
             why = _first_line(error)
         return cls(program=program, in_float64=exact, why=why, unit=unit)

@@ -41,7 +41,7 @@ class ProductHead:
         self._tied, self._cap = tied, cap
 
     @classmethod
-    def of(cls, output: nnx.LinearGeneral | Embedding, cap: float | None) -> "tuple[ProductHead, Arrays]":
+    def of_output(cls, output: nnx.LinearGeneral | Embedding, cap: float | None) -> "tuple[ProductHead, Arrays]":
         """(the head, its arrays: one)."""
         tied = isinstance(output, Embedding)
         return cls(tied=tied, cap=cap), [output.embedding[...] if tied else output.kernel[...]]
@@ -88,7 +88,7 @@ class ModuleHead:
         self._count = len(all_)
 
     @classmethod
-    def of(
+    def of_function(
         cls, module: nnx.Module, function: Callable[[Any, jax.Array], jax.Array], x_BxLxD: jax.Array
     ) -> "tuple[ModuleHead, Arrays]":
         """(the head, the arrays of the module that its logits depend on)."""

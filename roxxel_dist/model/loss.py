@@ -95,7 +95,7 @@ def _means(model: Any, batch: Any, end: int | None, *, minimized: bool) -> dict[
         if model.config.has_second_loss:
             more["balance_loss"] = of_experts
         z_loss, chunks = model.config.z_loss, chunks_of(model.config, *targets_BxL.shape)
-        of_states = *ProductHead.of(model.output, model.config.logit_softcap), x_BxLxD
+        of_states = *ProductHead.of_output(model.output, model.config.logit_softcap), x_BxLxD
     else:
         of_states, chunks = _states_of_own(model, inputs, targets_BxL)
     found, total = _found(of_states, targets_BxL, weights_BxL, chunks, z_loss, minimized)
@@ -145,7 +145,7 @@ def losses_of_tokens(model: nnx.Module, tokens_BxL: jax.Array) -> jax.Array:
 
 def losses_of_states(config: ModelConfig, output: Any, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> Losses:
     """Of the final states of a `Transformer` and its output layer."""
-    head = ProductHead.of(output, config.logit_softcap)
+    head = ProductHead.of_output(output, config.logit_softcap)
     return cross_entropy(*head, x_BxLxD, targets_BxL, chunks_of(config, *targets_BxL.shape))
 
 
@@ -154,7 +154,7 @@ def minimized_of_states(
 ) -> tuple[jax.Array, Losses]:
     """(the weighted sum of the losses, with those of `z_loss`, of the final states of a `Transformer` and its output
     layer; the losses): only the sum has a gradient."""
-    head = ProductHead.of(output, config.logit_softcap)
+    head = ProductHead.of_output(output, config.logit_softcap)
     chunks = chunks_of(config, *targets_BxL.shape)
     return weighted_cross_entropy(*head, x_BxLxD, targets_BxL, weights_BxL, chunks, z_loss=config.z_loss)
 
@@ -175,7 +175,7 @@ def _states_of_own(
             f"({rows}, {length}, width), of which its logits makes ({rows}, {length}, vocabulary)"
         )
     x_BxLxD = constrain_batch(x_BxLxD)
-    head, arrays = ModuleHead.of(model, lambda model, x_BxCxD: model.logits(x_BxCxD), x_BxLxD)
+    head, arrays = ModuleHead.of_function(model, lambda model, x_BxCxD: model.logits(x_BxCxD), x_BxLxD)
     vocabulary = jax.eval_shape(head.logits, arrays, x_BxLxD).shape[-1]
     count = auto_chunks(rows, length, vocabulary)
     return ((head, arrays, x_BxLxD), count) if count else (model.logits(x_BxLxD), 0)

@@ -38,7 +38,7 @@ class RunResult(PosixPath):
     """The last finished step."""
 
     @classmethod
-    def of(cls, run: Path, step: int, *, stopped: bool) -> Self:
+    def of_step(cls, run: Path, step: int, *, stopped: bool) -> Self:
         """The result of a training run."""
         result = cls(run)
         result.stopped, result.step = stopped, step

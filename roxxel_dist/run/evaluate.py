@@ -114,7 +114,7 @@ def evaluate(
         if saved.get("deterministic"):
             determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
-    determinism.pin_threads(RunMetadata.of(saved).pjrt_nproc)
+    determinism.pin_threads(RunMetadata.of_saved(saved).pjrt_nproc)
     make_devices()
     determinism.enable_compilation_cache()
     with contextlib.ExitStack() as held:
@@ -283,7 +283,7 @@ def _measures(
     state, hparams = steps.init(restored=True, load=load)
     train, split = components.curriculum.primary_streamer, steps.split
     in_nats = gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False))
-    text = TextOfSets.of(sets, train, known=in_nats)
+    text = TextOfSets.of_sets(sets, train, known=in_nats)
     evaluator = Validation(
         sets,
         train,

@@ -130,12 +130,12 @@ class Experiment:
 
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
         with usage_errors():
-            pin_for_run(self.config.virtual_shards, RunMetadata.of(past.config).pjrt_nproc)
+            pin_for_run(self.config.virtual_shards, RunMetadata.of_saved(past.config).pjrt_nproc)
         make_devices()
         named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
         run = Path(named) if bucket is None else bucket.folder  # may differ between hosts
         if resume and not amend and self._was_finished(run, past, is_other_data):
-            return RunResult.of(run, int(read_cursor(run).get("step", 0)), stopped=False)
+            return RunResult.of_step(run, int(read_cursor(run).get("step", 0)), stopped=False)
 
         with contextlib.ExitStack() as held:
             directory = RunDirectory(run, str(bucket or run))
@@ -180,7 +180,7 @@ class Experiment:
             ):
                 loop.held.log.text(line)
             self._run(loop, run, tokenizer, ids, bucket)
-        return RunResult.of(run, loop.position.step, stopped=self.stopped)
+        return RunResult.of_step(run, loop.position.step, stopped=self.stopped)
 
     def find_lr(
         self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
@@ -297,7 +297,7 @@ class Experiment:
         finished = cursor.get("finished") and not goes_on
         if not broadcast_from_primary("the run was finished", "yes" if finished else ""):
             return False
-        other_data = {"data_path": RunMetadata.of(past.saved).data_path} if is_other_data else {}
+        other_data = {"data_path": RunMetadata.of_saved(past.saved).data_path} if is_other_data else {}
         check_nothing_new(run, self.config, step, changed | other_data)
         if is_primary():
             longer = (

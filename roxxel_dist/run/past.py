@@ -57,7 +57,7 @@ class Past:
         past = cls(saved=saved, fork=parent, skip_steps=skipped, config=config)
         if past.new_fork is not None:
             check_no_program(local_run(past.new_fork.run), past.config, new=True)
-        if merged := RunMetadata.of(past.config).merged_from:
+        if merged := RunMetadata.of_saved(past.config).merged_from:
             place = parent.run if parent and not saved else run
             raise UserError(
                 f"{place} is merged from checkpoints of {merged['run']} and has no moments to go on with: begin a new "
@@ -67,7 +67,7 @@ class Past:
 
     def is_other_data(self, config: Config, data_path: str | Path | None) -> bool:
         """Whether a resumed run gets other data than it has read so far."""
-        before, path = RunMetadata.of(self.saved), config.primary_path(data_path)
+        before, path = RunMetadata.of_saved(self.saved), config.primary_path(data_path)
         if path is None or before.data_path is None:
             return False
         if os.path.realpath(absolute(path)) == os.path.realpath(before.data_path):
@@ -88,9 +88,9 @@ class Past:
             raise MissingFileError(f"there is no run {run}: {hint}; a new one needs {argument('data_path', 'PATH')}")
         if is_other_data and not is_tokens(path or ""):
             raise UserError(
-                f"data_path is {path}, and {run} was started with {RunMetadata.of(self.saved).data_path}: leave it "
-                f"out, or make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
-                f"the run with them ({argument('amend')})"
+                f"data_path is {path}, and {run} was started with {RunMetadata.of_saved(self.saved).data_path}: "
+                f"leave it out, or make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, "
+                f"and amend the run with them ({argument('amend')})"
             )
         return path
 
@@ -103,7 +103,7 @@ def check_no_program(run: Path, saved: Mapping[str, Any], *, new: bool) -> None:
         saved: its config, empty where its model is none of ours.
         new: whether a new run is to begin from a checkpoint of it, rather than this one to go on.
     """
-    program = RunMetadata.of(saved).program
+    program = RunMetadata.of_saved(saved).program
     if program is None and not is_of_program(run):
         return
     by = program or "a program of yours"

@@ -76,7 +76,7 @@ class Validation:
                 self._stream(name, shape)
 
     def _stream(self, name: str, shape: Shape) -> Stream:
-        key = name, self._rows.of(shape)
+        key = name, self._rows.batch_of(shape)
         if key not in self._streams:
             data = self._sets[name]
             try:

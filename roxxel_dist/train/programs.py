@@ -44,7 +44,7 @@ class Programs:
             check_update(parts.update_rule, state.params, state.opt_state)
         sets = parts.validation_sets, parts.training.primary_streamer
         in_nats = gives_nats(parts.loss_fn, position.view.model)
-        text = TextOfSets.of(*sets, known=in_nats)
+        text = TextOfSets.of_sets(*sets, known=in_nats)
         self._vocabulary: int | None = getattr(getattr(position.view.model, "config", None), "vocab_size", None)
         self.blocks: VerifiedBlocks | None = VerifiedBlocks(self._vocabulary) if options.verify_data == "on" else None
         # Empty where there is nothing to validate on.

@@ -37,7 +37,7 @@ class TextOfSets:
     """The id of end-of-text, of all these sets; None where there is none."""
 
     @classmethod
-    def of(cls, sets: Mapping[str, Roxxel], train: Roxxel, *, known: bool) -> "TextOfSets":
+    def of_sets(cls, sets: Mapping[str, Roxxel], train: Roxxel, *, known: bool) -> "TextOfSets":
         """For validation sets beside this training data; with no set unless the losses are `known` to be nats of
         tokens. All ranks call it together.
 

@@ -19,7 +19,7 @@ class ValidationBatch:
     packing: Packing = "contiguous"
 
     @classmethod
-    def of(cls, shape: Shape) -> Self:
+    def of_shape(cls, shape: Shape) -> Self:
         """Batches of the shape of a phase."""
         return cls(batch_size=shape.batch_size, seq_len=shape.seq_len, packing=shape.packing)
 
@@ -71,25 +71,25 @@ class ValidationRows:
         for shape in sorted(shapes, key=lambda shape: shape.batch_size):
             if (shape.seq_len, shape.packing) not in known:
                 known.add((shape.seq_len, shape.packing))
-                batches.append(ValidationBatch.of(shape))
+                batches.append(ValidationBatch.of_shape(shape))
         return replace(self, batches=tuple(batches))
 
-    def of(self, shape: Shape) -> ValidationBatch:
+    def batch_of(self, shape: Shape) -> ValidationBatch:
         """The batch on which a phase of this shape is validated: that of the phase where no other is known."""
         alike = (batch for batch in self.batches if (batch.seq_len, batch.packing) == (shape.seq_len, shape.packing))
-        return next(alike, ValidationBatch.of(shape))
+        return next(alike, ValidationBatch.of_shape(shape))
 
     def text(self, shape: Shape) -> str:
         """The rows of a validation in a phase of this shape: "10 batches of 4 x 17 tokens, of held out (3,400)"."""
         count = "1 batch" if self.eval_iters == 1 else f"{self.eval_iters:,} batches"
         sets = (f"{name or 'held out'} ({size:,})" for name, size in self.tokens.items())
-        return f"{count} of {self.of(shape)}, of {', '.join(sets)}"
+        return f"{count} of {self.batch_of(shape)}, of {', '.join(sets)}"
 
     def by_phase(self, shapes: Sequence[Shape]) -> str:
         """The batches of each phase, such as "4 x 17 tokens (phases 1, 2), 8 x 33 tokens (phase 3)"."""
         phases: dict[ValidationBatch, list[str]] = {}
         for number, shape in enumerate(shapes, 1):
-            phases.setdefault(self.of(shape), []).append(str(number))
+            phases.setdefault(self.batch_of(shape), []).append(str(number))
         if len(phases) == 1:
             return f"{next(iter(phases))} in every phase, the same rows"
         named = (f"{batch} (phase{'s' * (len(of) > 1)} {', '.join(of)})" for batch, of in phases.items())

@@ -75,7 +75,7 @@ def export_run(
             _write_hf(folder, weights, params, limit)
         else:
             _write_own(folder, weights, params, format, limit)
-        written = {path.name: FileDigest.of(path) for path in sorted(folder.iterdir())}
+        written = {path.name: FileDigest.of_file(path) for path in sorted(folder.iterdir())}
         DigestTable(step=weights.step, files=written).write(folder / TABLE)
         _put(folder, out)
     count, size = (sum(getattr(array, what) for array in params.values()) for what in ("size", "nbytes"))

@@ -59,7 +59,7 @@ def test_shares_in_the_place_of_epochs():
         Phase(100, 16, 33, {"self": 1.0})
 
 
-@pytest.mark.parametrize("make", [Phase, lambda **fields: Phase.of(fields)])
+@pytest.mark.parametrize("make", [Phase, lambda **fields: Phase.of_value(fields)])
 def test_a_phase_has_steps_or_epochs(make):
     with pytest.raises(UserError, match=r"steps is 3 and epochs is 7: .* so give one of them"):
         make(steps=3, epochs=7, batch_size=2, seq_len=17)
@@ -157,8 +157,8 @@ def test_epochs_of_a_phase_that_does_not_read_self(weights):
 
 
 def test_exponents_of_yaml_are_numbers():
-    read = Phase.of({"steps": "1e3", "batch_size": 4, "seq_len": 65, "weights": {"self": 1, "b": "1e-3"}})
+    read = Phase.of_value({"steps": "1e3", "batch_size": 4, "seq_len": 65, "weights": {"self": 1, "b": "1e-3"}})
     assert (read.steps, read.weights) == (1000, {"self": 1, "b": 0.001})
-    assert Phase.of({"epochs": "5e-1", "batch_size": 4, "seq_len": 65}).epochs == 0.5
+    assert Phase.of_value({"epochs": "5e-1", "batch_size": 4, "seq_len": 65}).epochs == 0.5
     with pytest.raises(UserError, match=r"steps is 0\.15, and must be a whole number"):
-        Phase.of({"steps": "1.5e-1", "batch_size": 4, "seq_len": 65})
+        Phase.of_value({"steps": "1.5e-1", "batch_size": 4, "seq_len": 65})

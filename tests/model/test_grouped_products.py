@@ -96,7 +96,7 @@ def test_the_kernel_of_tpus(counts, sizes):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-row_blocks = jax.jit(RowBlocks.of, static_argnums=(1, 2))
+row_blocks = jax.jit(RowBlocks.of_counts, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("counts", [*COUNTS, (1,), (0, 0, 7), (5, 3, 250, 1, 0, 0, 31, 16), (1,) * 20], ids=str)

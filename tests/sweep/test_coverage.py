@@ -50,7 +50,7 @@ def held(count, noise, sets, alike, times):
         pair = rng.dirichlet(np.full(SHARES, 3.0), 2)
         predicted, value = gain(draws, *pair), float(np.subtract(*true(pair)))
         found["gain"].append(holds(predicted, value))
-        found["loss"].append(holds(Estimate.of(draws(pair)[:, 0]), float(true(pair)[0])))
+        found["loss"].append(holds(Estimate.of_draws(draws(pair)[:, 0]), float(true(pair)[0])))
         for i, effect in enumerate(effects(draws, pair[0], slice(0, SHARES))):
             moved = np.stack([0.9 * pair[0] + 0.1 * np.eye(SHARES)[i], pair[0]])
             found["effect"].append(holds(effect, float(np.subtract(*true(moved)))))

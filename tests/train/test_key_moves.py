@@ -21,10 +21,10 @@ class Moves:
     def __init__(self, layout, cut):
         self.layout, self.cut = layout, cut
 
-    def compiled(self, compile_one, for_each):
+    def compile(self, compile_one, for_each):
         like = tuple(jax.ShapeDtypeStruct((self.cut.blocks, SIZE, *more), jnp.float32) for more in ((WIDTH,), ()))
         kind = KeyMoves if self.layout.is_even else UnevenKeyMoves
-        return kind.compiled(self.layout, self.cut, like, compile_one, for_each)
+        return kind.compile_moves(self.layout, self.cut, like, compile_one, for_each)
 
 
 def moves_on(devices, rows, per_piece):

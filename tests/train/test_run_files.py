@@ -160,7 +160,7 @@ def test_a_run_of_a_trainer_is_no_place_for_a_new_run(text, run):
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
 def test_a_copy_of_a_result_keeps_how_the_training_ended(copied):
-    result = copied(RunResult.of(Path("runs/first"), 7, stopped=True))
+    result = copied(RunResult.of_step(Path("runs/first"), 7, stopped=True))
     assert (type(result), result, result.step, result.stopped) == (RunResult, Path("runs/first"), 7, True)
 
 

@@ -145,7 +145,7 @@ def tokenizer(request, tmp_path_factory):
 
 def counted(data):
     """What the counter of a validation counts of all tokens in one row, behind an end-of-text."""
-    text = TextOfSets.of({"v": data}, data, known=True)
+    text = TextOfSets.of_sets({"v": data}, data, known=True)
     row = np.concatenate([[text.end], *(shard.tokens for shard in data.shards)]).astype(np.int32)[None]
     return float(text.counters()["v"](row)), text.end
 
@@ -179,7 +179,10 @@ def test_tokens_from_elsewhere(tokenizer, tmp_path):
     made.save(tmp_path / "tokenizer.json")
     np.save(tmp_path / "a.npy", np.array(made.encode(TEXTS["words"]), np.int32))
     with Roxxel(tmp_path) as data:
-        text, why = TextOfSets.of({"v": data}, data, known=True), list(why_unknown({"v": data}, data, token_losses))
+        text, why = (
+            TextOfSets.of_sets({"v": data}, data, known=True),
+            list(why_unknown({"v": data}, data, token_losses)),
+        )
         assert list(text.tokenizers) == (["v"] if made.is_lossless else [])
         assert [line.split(":")[0] for line in why] == ([] if made.is_lossless else ["val_bpb/v is not known"])
         assert not list(why_unknown({"v": data}, data, lambda model, batch: 0))
@@ -188,7 +191,7 @@ def test_tokens_from_elsewhere(tokenizer, tmp_path):
 def test_no_bytes_where_the_losses_are_not_known(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with build(tmp_path / "a.txt", tmp_path / "out", tokenizer="byte", progress=False) as data:
-        none = TextOfSets.of({"v": data}, data, known=False)
+        none = TextOfSets.of_sets({"v": data}, data, known=False)
     assert (none.end, none.counters()) == (None, {})
 
 

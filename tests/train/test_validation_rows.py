@@ -40,7 +40,7 @@ def test_phases_with_rows_of_one_length_share_a_batch(phases, expected):
     assert batches(found) == [(*batch, "contiguous")[:3] for batch in expected]
     assert ValidationRows.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     for shape in shapes(*phases):
-        assert (found.of(shape).seq_len, found.of(shape).packing) == (shape.seq_len, shape.packing)
+        assert (found.batch_of(shape).seq_len, found.batch_of(shape).packing) == (shape.seq_len, shape.packing)
 
 
 def test_a_branch_keeps_those_that_fit_and_adds_what_it_needs():

@@ -92,7 +92,7 @@ def test_a_device_has_little_more_than_its_part_of_the_state(optimizer, devices,
     assert whole == {"gather_slices", "packed_sums", "numbers", *groups, *moved}
     assert groups or compiler.given["gather_slices"] == {len(params)}, "no moments are gathered"
 
-    own = RowSums.of(step.programs, step.layout, like, hparams, batch)
+    own = RowSums.of_step(step.programs, step.layout, like, hparams, batch)
     peaks = step_peaks(own.totals, own.packed, like, hparams, compiler.temporaries["packed_sums"])
     names = {"gradient": {"packed_sums"}, "exchange": {"arrange_sums", "add_rest"}}
     names["update"] = compiler.alive.keys() - {"gather_slices", *names["gradient"], *names["exchange"]}
@@ -117,7 +117,7 @@ def test_the_peak_of_a_step_whose_rows_are_cut(devices):
     compiler.prepare("step", step, state, hparams, batch)
     state, _ = compiler.get("step")(state, hparams, batch)
     compiler.close()
-    own = LongSums.of(step.programs, step.layout, like, hparams, shapes_of(batch))
+    own = LongSums.of_step(step.programs, step.layout, like, hparams, shapes_of(batch))
     peaks = long_peaks(own, like, hparams, compiler.temporaries)
     seen = max(compiler.alive.values()) - others - of_one_device(state.whole)
     assert 0.85 * seen <= peaks.most <= 1.2 * seen, (seen, peaks, compiler.alive)

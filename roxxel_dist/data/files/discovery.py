@@ -74,7 +74,7 @@ def find_shards(path: DataPath) -> list[Path]:
     prefix = glob.escape(str(path))
     exact = [path.with_name(path.name + ending) for ending in (".bin", ".idx", ".npy")]
     return (
-        Target.of(text).shards()
+        Target.of_path(text).shards()
         or _glob(f"{prefix}*{ENDING}")
         or _with_pairs([name for name in exact if is_file(name)][:1])
         or _preferred(_glob(f"{prefix}*"))
@@ -158,7 +158,7 @@ class Target:
     numbered: bool = True
 
     @classmethod
-    def of(cls, path: DataPath) -> "Target":
+    def of_path(cls, path: DataPath) -> "Target":
         """The target at a path; ValueError if it is not a single place to write to."""
         if not isinstance(path, (str, os.PathLike)):
             raise UserError(f"{list(path)}: a list names no place to write to; give one path or pattern")

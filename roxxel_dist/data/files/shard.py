@@ -68,10 +68,10 @@ class Shard:
             FileNotFoundError: there is no such file.
         """
         path = Path(path)
-        return cls.of(path, map_files([path])[0])
+        return cls.of_file(path, map_files([path])[0])
 
     @classmethod
-    def of(cls, path: Path, mapped: np.ndarray) -> "Shard":
+    def of_file(cls, path: Path, mapped: np.ndarray) -> "Shard":
         """The shard in an already mapped file: read-only uint8 [file size]. Raises ValueError as `open` does."""
         layout = parse(path, mapped.data)
         blocks = block_count(layout.metadata.tokens * layout.dtype.itemsize, layout.block_size)

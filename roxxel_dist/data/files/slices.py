@@ -133,7 +133,7 @@ def open_files(paths: Sequence[Path], dtype: Any = None) -> list[TokenFile]:
         data = mapped[path].data
         if bytes(data[-len(MAGIC) :]) != MAGIC and bytes(data[: len(NPY_MAGIC)]) != NPY_MAGIC:
             refuse_known(path, data)  # with a header of .npy it is a shard whose end is missing
-        shard = Shard.of(path, mapped[path])
+        shard = Shard.of_file(path, mapped[path])
         check_dtype(shard, dtype)
         files.append(shard)
     return files

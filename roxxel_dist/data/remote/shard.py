@@ -62,7 +62,7 @@ class Chunks:
     """Chunks of the checksums."""
 
     @classmethod
-    def of(cls, layout: ShardLayout, *, has_index: bool) -> "Chunks":
+    def of_layout(cls, layout: ShardLayout, *, has_index: bool) -> "Chunks":
         """The chunks of a shard with this layout."""
         size = max(1, CHUNK_BYTES // layout.block_size) * layout.block_size
         tokens = -(-layout.metadata.tokens * layout.dtype.itemsize // size)
@@ -195,7 +195,7 @@ class RemoteShard(Shard):
             checksums=none,
             _bytes=none,
             entry=entry,
-            chunks=Chunks.of(layout, has_index=entry.sums is not None),
+            chunks=Chunks.of_layout(layout, has_index=entry.sums is not None),
             number=number,
             fetcher=fetcher,
         )

@@ -19,7 +19,7 @@ class TextBytes(NamedTuple):
     end: int
     """The id of end-of-text, which the first token of a document follows; -1 where there is none."""
 
-    def of(self, ids: np.ndarray, separated: bool) -> int:
+    def bytes_of(self, ids: np.ndarray, separated: bool) -> int:
         """The bytes of a document's ids [tokens]; where documents are not separated, no token counts as the first."""
         first = self.first[ids[:1]] if separated else self.inside[ids[:1]]
         return int(first.sum()) + int(self.inside[ids[1:]].sum(dtype=np.int64))

@@ -101,7 +101,7 @@ class RowBlocks(NamedTuple):
     """int32: the row after its last; of the blocks that these counts do not need, the first row."""
 
     @classmethod
-    def of(cls, count_E: jax.Array, rows: int, size: int) -> "RowBlocks":
+    def of_counts(cls, count_E: jax.Array, rows: int, size: int) -> "RowBlocks":
         """Blocks of up to `size` rows, for groups of `count_E` that are `rows` in all."""
         blocks_E = -(-count_E // size)
         last_E, end_E = jnp.cumsum(blocks_E), jnp.cumsum(count_E)
@@ -128,7 +128,7 @@ def product_gpu(x_AxD: jax.Array, w_ExDxF: jax.Array, count_E: jax.Array, *, tra
     """[A, F]: each row times the matrix of its group, summed in float32; `transposed`: w is [E, F, D]."""
     (rows, depth), groups, width = x_AxD.shape, len(w_ExDxF), w_ExDxF.shape[1 if transposed else 2]
     size_m, size_n, size_k = row_block(rows, groups), _power(width, WIDEST), _deepest(depth, x_AxD.dtype)
-    blocks, across = RowBlocks.of(count_E, rows, size_m), -(-width // size_n)
+    blocks, across = RowBlocks.of_counts(count_E, rows, size_m), -(-width // size_n)
 
     def kernel(group_T: Any, first_T: Any, end_T: Any, x_AxD: Any, w_ExDxF: Any, y_AxF: Any) -> None:
         pl, triton = _pallas()

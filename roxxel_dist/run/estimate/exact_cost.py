@@ -51,7 +51,7 @@ def measure_exact(
     programs = TargetPrograms(target, mesh, what)
     try:
         with jax.set_mesh(one_device(mesh, mesh.devices.flat[0])):
-            step.compiled(programs.one, programs.each, *args)
+            step.compile(programs.one, programs.each, *args)
     except _TooLarge:
         seconds = sum(cost.compile_seconds for cost in programs.costs.values())
         refused = next(cost for cost in programs.costs.values() if cost.flops_per_device is None)
@@ -81,7 +81,7 @@ def _calls(step: ExactStep, number: int, programs: dict[Key, Any], args: tuple[A
     args = jax.tree.map(placed, args)
     counted = CountedPrograms(programs, mesh, step.layout.line.devices.flat[number])
     with jax.set_mesh(one_device(mesh)):
-        program = step.compiled(counted.one, counted.each, *args)
+        program = step.compile(counted.one, counted.each, *args)
     program(*jax.tree.map(lambda leaf: zeros(leaf, leaf.sharding), args))
     return counted.calls
 
@@ -126,7 +126,7 @@ class _TooLarge(Exception):
 
 
 class TargetPrograms:
-    """Compiles the programs of a step for a target, each once: what `Composite.compiled` takes to compile.
+    """Compiles the programs of a step for a target, each once: what `Composite.compile` takes to compile.
 
     Attributes:
         costs: of one call of each.

@@ -58,9 +58,11 @@ class ExactMemory:
     def of_step(cls, steps: ShardedSteps, batch: Any) -> "ExactMemory":
         """Of the step for such a batch."""
         kind = LongSums if jax.tree.leaves(batch)[0].shape[0] < steps.layout.count else RowSums
-        return cls(steps, kind.of(steps.programs, steps.layout, steps.state, steps.hparams, shapes_of(batch)), batch)
+        return cls(
+            steps, kind.of_step(steps.programs, steps.layout, steps.state, steps.hparams, shapes_of(batch)), batch
+        )
 
-    def compiled(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> StepMemory:
+    def compile(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> StepMemory:
         """The memory of one device, by the compiler of the devices here."""
         del compile_one, args
         steps, device = self.steps, [self.steps.mesh.devices.flat[0]]

@@ -43,7 +43,7 @@ def on_target(
         plain = parts.steps(mesh, plan.total_steps)
         simulated = plain.train, plain.evaluate()
 
-    def compiled(what: str, kind: int, args: tuple[Any, ...], args_alone: tuple[Any, ...]) -> Any:
+    def measure(what: str, kind: int, args: tuple[Any, ...], args_alone: tuple[Any, ...]) -> Any:
         step, step_alone = (train, evaluate)[kind]
         flops = one_device_flops(alone.mesh, step_alone, args_alone)
         if simulated:
@@ -55,11 +55,11 @@ def on_target(
         for step, shape, batch in zip(last_steps, shapes, batches, strict=True):
             what = f"step of phase {plan.phase(step) + 1} ({shape.batch_size:,} rows x {shape.seq_len:,} tokens)"
             args = steps.training_args(batch), alone.training_args(batch)
-            trained.append(pool.submit(compiled, f"the training {what}", 0, *args))
+            trained.append(pool.submit(measure, f"the training {what}", 0, *args))
             rows, key = validation.batch(shape), validation.text(shape)
             if rows is not None and key not in programs:  # phases with rows of one length share it
                 args = steps.validation_args(rows), alone.validation_args(rows)
-                programs[key] = pool.submit(compiled, f"the validation {what}", 1, *args)
+                programs[key] = pool.submit(measure, f"the validation {what}", 1, *args)
             validated.append(programs.get(key))
         found: list[tuple[StepMemory | None, TargetPhase]] = []
         try:

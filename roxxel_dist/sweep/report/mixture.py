@@ -181,7 +181,7 @@ def mixtures_of(study: Study) -> Mixtures | None:
                 interactions=interactions(draws, base, part),
             )
         )
-    material = _Material.of(study)
+    material = _Material.of_study(study)
     return Mixtures(
         metric=study.sweep.metric,
         entries=entries,
@@ -259,7 +259,7 @@ class LawOfStudy:
         """That of a study; None where there are too few trials."""
         from roxxel_dist.sweep.samplers.law import Law
 
-        spaces, sign, material = study.sweep.space.mixtures, study.sweep.sign, _Material.of(study)
+        spaces, sign, material = study.sweep.space.mixtures, study.sweep.sign, _Material.of_study(study)
         found = material.found
         if len(found.trials) < material.needed:
             return None
@@ -318,7 +318,7 @@ class _Material:
         return max(FEWEST, 2 * (self.found.shares.shape[1] - sums + self.others.shape[1]))
 
     @classmethod
-    def of(cls, study: Study) -> "_Material":
+    def of_study(cls, study: Study) -> "_Material":
         """That of a study; a trial has a value."""
         from roxxel_dist.sweep.samplers.acquisition import diverged
         from roxxel_dist.sweep.samplers.bayes import SpaceTransform

@@ -33,7 +33,7 @@ class Estimate(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, draws: NDArray[np.float64]) -> "Estimate":
+    def of_draws(cls, draws: NDArray[np.float64]) -> "Estimate":
         """Of float64[1 + d]: the value by the mean law, and that of each draw."""
         tail, value = (1 - LEVEL) / 2, float(draws[0])
         low, high = np.quantile(draws[1:], (tail, 1 - tail)).tolist()
@@ -92,7 +92,7 @@ def surface(
     if not len(rows):
         return []
     values = draws(_replaced(base, part, rows))
-    return [Point(tuple(row.tolist()), Estimate.of(values[:, i])) for i, row in enumerate(rows)]
+    return [Point(tuple(row.tolist()), Estimate.of_draws(values[:, i])) for i, row in enumerate(rows)]
 
 
 def effects(draws: Draws, base: NDArray[np.float64], part: slice) -> list[Estimate]:
@@ -101,7 +101,7 @@ def effects(draws: Draws, base: NDArray[np.float64], part: slice) -> list[Estima
     All shares r become (1 - MORE) r, and that of the data set MORE more: so the effects, weighed by r, sum to about 0.
     """
     values = draws(_replaced(base, part, np.vstack([base[part], _moved(base[part], 1)])))
-    return [Estimate.of(values[:, 1 + number] - values[:, 0]) for number in range(part.stop - part.start)]
+    return [Estimate.of_draws(values[:, 1 + number] - values[:, 0]) for number in range(part.stop - part.start)]
 
 
 def interactions(draws: Draws, base: NDArray[np.float64], part: slice) -> list[tuple[tuple[int, int], Estimate]]:
@@ -115,7 +115,7 @@ def interactions(draws: Draws, base: NDArray[np.float64], part: slice) -> list[t
     values = draws(_replaced(base, part, np.vstack([shares, _moved(shares, 1), *both])))
     singles = values[:, 1 : 1 + len(shares)]
     found = [
-        ((i, j), Estimate.of(values[:, 1 + len(shares) + number] - singles[:, i] - singles[:, j] + values[:, 0]))
+        ((i, j), Estimate.of_draws(values[:, 1 + len(shares) + number] - singles[:, i] - singles[:, j] + values[:, 0]))
         for number, (i, j) in enumerate(pairs)
     ]
     return sorted(found, key=lambda one: -abs(one[1].value))
@@ -124,7 +124,7 @@ def interactions(draws: Draws, base: NDArray[np.float64], part: slice) -> list[t
 def gain(draws: Draws, mixture: NDArray[np.float64], other: NDArray[np.float64]) -> Estimate:
     """The metric of a mixture, float64[K], less that of another one."""
     values = draws(np.stack([mixture, other]))
-    return Estimate.of(values[:, 0] - values[:, 1])
+    return Estimate.of_draws(values[:, 0] - values[:, 1])
 
 
 def _moved(shares: NDArray[np.float64], times: int) -> NDArray[np.float64]:

@@ -47,7 +47,7 @@ class BlockCompiler:
         """Of the parameters."""
         return self.programs.sums.blocks
 
-    def compiled(self, totals: Packed, counts: Leaves) -> BlockUpdate:
+    def compile_update(self, totals: Packed, counts: Leaves) -> BlockUpdate:
         """For such totals, of which each device has its share."""
         programs, layout, owner = self.programs, self.layout, self.ownership
         names = [list(chunks) for chunks in programs.sums.chunks]
@@ -70,7 +70,7 @@ class BlockCompiler:
             numbers=self.each(programs.numbers, *args),
             blocks=blocks,
             groups=[*large, self._small_group(small, inputs)],
-            cut_rest=Cut.compiled(layout, self.state.rest, self.for_each),
+            cut_rest=Cut.compile_cut(layout, self.state.rest, self.for_each),
             norm=self.for_each(jax.jit(with_update_norm), (metrics, changes), layout.devices[:1])[0],
         )
 
@@ -92,7 +92,9 @@ class BlockCompiler:
                 self._apart(shares, rest, len(own), device) for own, device in zip(here, layout.devices, strict=True)
             ],
             squares_of=self.each(programs.squares, block, weight),
-            gather=BlockNumbers.compiled(layout, owner.count, owner.shares, here, self.compile_one, self.for_each),
+            gather=BlockNumbers.compile_numbers(
+                layout, owner.count, owner.shares, here, self.compile_one, self.for_each
+            ),
         )
 
     def _apart(self, shares: Packed, rest: Packed, count: int, device: Any) -> Any:
@@ -109,7 +111,7 @@ class BlockCompiler:
         return [programs[shape] for shape in shapes]
 
     def _arrays(self, names: Sequence[str]) -> Arrays:
-        selection = Selection.of(self.state, names)
+        selection = Selection.of_names(self.state, names)
         like = selection.apart(self.state)[0]
         everywhere = NamedSharding(self.layout.mesh, P())  # the parameters are gathered for the gradient already
         params = {
@@ -120,8 +122,8 @@ class BlockCompiler:
         return Arrays(
             selection=selection,
             like=like,
-            gather=Gather.compiled(self.layout, gathered, self.compile_one),
-            cut=Cut.compiled(self.layout, like, self.for_each),
+            gather=Gather.compile_gather(self.layout, gathered, self.compile_one),
+            cut=Cut.compile_cut(self.layout, like, self.for_each),
         )
 
     def _group(self, number: int, chunks: Sequence[Any], inputs: Any) -> Group:
@@ -151,7 +153,7 @@ class BlockCompiler:
 
     def _block_group(self, chunks: Sequence[Any], inputs: Any) -> BlockGroup | SpreadGroup:
         owner, programs, names = self.ownership, self.programs, self.blocks.groups[0]
-        selection = Selection.of(self.state, names)
+        selection = Selection.of_names(self.state, names)
         like, common = selection.apart(self.state)
         cuts = [self.blocks.dimensions[name] for name in selection.names_of_own]
         own = [
@@ -165,12 +167,14 @@ class BlockCompiler:
         args = own, common, [self._flat(share, 1) for share in chunks], *inputs
         params, update = {name: self.state.params[name] for name in names}, self.each(update_block, *args, donate=(0,))
         here = owner.of_here(owner.owned)
-        squares = BlockNumbers.compiled(self.layout, owner.count, owner.owned, here, self.compile_one, self.for_each)
+        squares = BlockNumbers.compile_numbers(
+            self.layout, owner.count, owner.owned, here, self.compile_one, self.for_each
+        )
         if not owner.is_cut:
             return SpreadGroup(
                 selection=selection,
                 params=params,
-                arrays=SpreadArrays.compiled(self.layout, like, cuts, owner.count, self.compile_one),
+                arrays=SpreadArrays.compile_spread(self.layout, like, cuts, owner.count, self.compile_one),
                 gradients=fetch_gradients(owner, chunks, self.compile_one),
                 update=update,
                 squares=squares,

@@ -38,7 +38,7 @@ class KeyMoves:
     mesh: Mesh
 
     @classmethod
-    def compiled(
+    def compile_moves(
         cls, layout: Layout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
     ) -> "KeyMoves":
         """For (keys, values) of a shard such as `like`."""

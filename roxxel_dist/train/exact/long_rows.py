@@ -71,7 +71,7 @@ class CompiledForward:
         return [_on(np.float32(0), device) for device in self.layout.devices]
 
     @classmethod
-    def compiled(
+    def compile_forward(
         cls, shapes: LongShapes, layout: Layout, compile_one: Compile, for_each: CompileForEach
     ) -> "CompiledForward":
         """For such (abstract) arguments."""
@@ -83,7 +83,7 @@ class CompiledForward:
         kind = KeyMoves if layout.is_even else UnevenKeyMoves
         return cls(
             layout=layout,
-            moves=kind.compiled(layout, programs.cut, shapes.own_kv, compile_one, for_each),
+            moves=kind.compile_moves(layout, programs.cut, shapes.own_kv, compile_one, for_each),
             pieces=for_each(jax.jit(cut_piece), (shapes.rows, NUMBER), devices),
             embed=for_each(jax.jit(programs.embed), (shapes.model, NUMBER, shapes.piece), devices),
             before=for_each(jax.jit(programs.before), shapes.before, devices),
@@ -164,7 +164,7 @@ class CompiledLongStep:
     update: BlockUpdate
 
     @classmethod
-    def compiled(
+    def compile_step(
         cls,
         shard_programs: ShardPrograms,
         layout: Layout,
@@ -175,10 +175,10 @@ class CompiledLongStep:
         for_each: CompileForEach,
     ) -> "CompiledLongStep":
         """The programs for such (abstract) arguments."""
-        devices, own = layout.devices, LongSums.of(shard_programs, layout, state, hparams, batch)
+        devices, own = layout.devices, LongSums.of_step(shard_programs, layout, state, hparams, batch)
         shapes, programs = own.shapes, own.shapes.programs
-        forward = CompiledForward.compiled(shapes, layout, compile_one, for_each)
-        exchange, update = own.totals.compiled(own.packed, state, hparams, {}, compile_one, for_each)
+        forward = CompiledForward.compile_forward(shapes, layout, compile_one, for_each)
+        exchange, update = own.totals.compile_update(own.packed, state, hparams, {}, compile_one, for_each)
         adds: dict[str, Programs] = {}
         if layout.most > 1:
             for use, each in shapes.sums.items():
@@ -300,7 +300,7 @@ class CompiledLongEvaluation:
     reduction: Reduction
 
     @classmethod
-    def compiled(
+    def compile_losses(
         cls,
         shard_programs: ShardPrograms,
         layout: Layout,
@@ -310,13 +310,13 @@ class CompiledLongEvaluation:
         for_each: CompileForEach,
     ) -> "CompiledLongEvaluation":
         """The programs for such (abstract) arguments."""
-        programs = PiecePrograms.of(shard_programs, model, batch, training=False)
-        shapes = LongShapes.of(programs, layout, model, batch)
-        forward = CompiledForward.compiled(shapes, layout, compile_one, for_each)
+        programs = PiecePrograms.of_model(shard_programs, model, batch, training=False)
+        shapes = LongShapes.of_batch(programs, layout, model, batch)
+        forward = CompiledForward.compile_forward(shapes, layout, compile_one, for_each)
         total = jax.eval_shape(programs.losses, *shapes.losses)
         losses = for_each(jax.jit(programs.losses), shapes.losses, layout.devices)
-        exchange = Exchange.compiled(layout, total, total, compile_one, for_each)
-        return cls(forward, losses, Reduction.compiled(layout, total, exchange, for_each))
+        exchange = Exchange.compile_exchange(layout, total, total, compile_one, for_each)
+        return cls(forward, losses, Reduction.compile_reduction(layout, total, exchange, for_each))
 
     def __call__(self, models: list[Model], batch: Any) -> list[Packed]:
         """The sums."""

@@ -45,7 +45,7 @@ class LongShapes:
     log_sums: Any
 
     @classmethod
-    def of(cls, programs: PiecePrograms, layout: Layout, model: Model, batch: Any) -> "LongShapes":
+    def of_batch(cls, programs: PiecePrograms, layout: Layout, model: Model, batch: Any) -> "LongShapes":
         """For an (abstract) model and batch."""
         cut, here = programs.cut, programs.rows
         if layout.is_even:
@@ -126,17 +126,17 @@ class LongSums:
     packed: Packed
 
     @classmethod
-    def of(
+    def of_step(
         cls, shard_programs: ShardPrograms, layout: Layout, state: TrainState, hparams: Hparams, batch: Any
     ) -> "LongSums":
         """For such (abstract) arguments."""
         model = Model(*shapes_of((state.params, state.rest, hparams)))
-        programs = PiecePrograms.of(shard_programs, model, batch, training=True)
-        shapes = LongShapes.of(programs, layout, model, batch)
+        programs = PiecePrograms.of_model(shard_programs, model, batch, training=True)
+        shapes = LongShapes.of_batch(programs, layout, model, batch)
         sums = shapes.sums | {use: [shapes.sums[use]] * programs.layers for use in (BEFORE, AFTER)}
         named = jax.eval_shape(lambda sums: programs.named(sums, model.params), sums)
         is_packed = hasattr(batch, "tokens")
-        totals = Totals.of(
+        totals = Totals.of_params(
             shard_programs,
             state.params,
             named,

@@ -118,7 +118,7 @@ def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[fl
     together = gathered_bytes(_moments(state, blocks.small)) + rest
     needs = [3 * share, together, *(moments + GROUP_COPIES * size for moments, size in others)]
     if not owner.is_cut:
-        arrays = Selection.of(state, blocks.groups[0]).apart(state)[0]
+        arrays = Selection.of_names(state, blocks.groups[0]).apart(state)[0]
         needs.append(SPREAD_COPIES * (whole_bytes(arrays) + first[1]) / owner.count)
     elif len(owner.teams[0]) > 1:
         needs.append(2 * first[1] * len(owner.owned[0]) / owner.count)
@@ -128,4 +128,4 @@ def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[fl
 def _moments(state: TrainState, names: tuple[str, ...]) -> list[Any]:
     """What the optimizer keeps of some parameters."""
     params = {id(leaf) for leaf in state.params.values()}
-    return [leaf for leaf in Selection.of(state, names).apart(state)[0] if id(leaf) not in params]
+    return [leaf for leaf in Selection.of_names(state, names).apart(state)[0] if id(leaf) not in params]

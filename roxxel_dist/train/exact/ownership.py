@@ -30,7 +30,7 @@ class Ownership:
     """Whether what it updates is what it keeps."""
 
     @classmethod
-    def of(cls, layout: Layout, blocks: Blocks, leaves: Sequence[tuple[str, Any]]) -> "Ownership":
+    def of_blocks(cls, layout: Layout, blocks: Blocks, leaves: Sequence[tuple[str, Any]]) -> "Ownership":
         """For arrays that are updated in blocks, by the names of their parameters, with shardings."""
         found = [_owned(layout, blocks, name, leaf) for name, leaf in leaves]
         is_cut = bool(found) and found[0] is not None and all(each == found[0] for each in found)
@@ -120,7 +120,7 @@ class BlockNumbers:
     """None where there is one device."""
 
     @classmethod
-    def compiled(
+    def compile_numbers(
         cls, layout: Layout, count: int, ranges: Sequence[range], here: Sequence[range], compile_one: Compile,
         for_each: CompileForEach,
     ) -> "BlockNumbers":  # fmt: skip

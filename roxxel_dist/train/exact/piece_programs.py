@@ -60,7 +60,7 @@ class PiecePrograms:
     training: bool
 
     @classmethod
-    def of(cls, programs: ShardPrograms, model: Model, batch: Any, *, training: bool) -> "PiecePrograms":
+    def of_model(cls, programs: ShardPrograms, model: Model, batch: Any, *, training: bool) -> "PiecePrograms":
         """For such (abstract) arguments."""
         rows, length = jax.tree.leaves(batch)[0].shape
         config = programs.split.merge(*model, training=training).config

@@ -91,7 +91,7 @@ class Exchange:
     """The packed totals that a device gets, as shapes."""
 
     @classmethod
-    def compiled(
+    def compile_exchange(
         cls,
         layout: Layout,
         like: Any,
@@ -111,7 +111,7 @@ class Exchange:
             kind = names != others, *(leaf.shape for leaf in own.values())
             if kind not in known:
                 owner = shares.ownership if shares is not None and names != others else None
-                known[kind] = Sent.compiled(layout, names, own, owner, compile_one, for_each)
+                known[kind] = Sent.compile_sending(layout, names, own, owner, compile_one, for_each)
             steps.append(replace(known[kind], names=names))
         kept = {name: step.kept[str(i)] for step in steps for i, name in enumerate(step.names)}
         return cls(layout, like, steps, kept)
@@ -144,7 +144,7 @@ class Sent:
     """What a device gets, as shapes, by the number of the name."""
 
     @classmethod
-    def compiled(
+    def compile_sending(
         cls,
         layout: Layout,
         names: Sequence[str],
@@ -215,7 +215,9 @@ class Reduction:
     exchange: Exchange
 
     @classmethod
-    def compiled(cls, layout: Layout, packed: Packed, exchange: Exchange, for_each: CompileForEach) -> "Reduction":
+    def compile_reduction(
+        cls, layout: Layout, packed: Packed, exchange: Exchange, for_each: CompileForEach
+    ) -> "Reduction":
         """For packed sums such as `packed`."""
         add: Programs = ()
         if layout.most > 1:

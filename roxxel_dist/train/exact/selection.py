@@ -21,7 +21,7 @@ class Selection:
     """Of each leaf the parameter that it is of, None of a number that is of all."""
 
     @classmethod
-    def of(cls, state: TrainState, names: Sequence[str]) -> "Selection":
+    def of_names(cls, state: TrainState, names: Sequence[str]) -> "Selection":
         """Of a state, which may be abstract."""
         chosen, every = frozenset(names), frozenset(state.params)
         leaves, treedef = jax.tree.flatten_with_path(_chosen(state, chosen, every))

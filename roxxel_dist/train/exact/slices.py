@@ -36,7 +36,7 @@ class Gather:
     """None where no leaf is cut."""
 
     @classmethod
-    def compiled(cls, layout: Layout, like: Any, compile_one: Compile) -> "Gather":
+    def compile_gather(cls, layout: Layout, like: Any, compile_one: Compile) -> "Gather":
         """For trees such as `like`."""
         leaves = jax.tree.leaves(like)
 
@@ -78,7 +78,7 @@ class Cut:
     """Empty where no leaf is cut."""
 
     @classmethod
-    def compiled(cls, layout: Layout, like: Any, for_each: CompileForEach) -> "Cut":
+    def compile_cut(cls, layout: Layout, like: Any, for_each: CompileForEach) -> "Cut":
         """For trees such as `like`."""
         leaves = jax.tree.leaves(like)
         if not (cut := [leaf for leaf in leaves if is_cut(leaf)]):

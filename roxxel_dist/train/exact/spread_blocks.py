@@ -108,7 +108,7 @@ class SpreadArrays:
     put: Any
 
     @classmethod
-    def compiled(
+    def compile_spread(
         cls, layout: Layout, like: Sequence[Any], cuts: Sequence[int], count: int, compile_one: Compile
     ) -> "SpreadArrays":
         """For arrays, with the dimensions along which each of them is cut into so many blocks."""

@@ -58,7 +58,7 @@ class RowCutter:
     """Empty where each device has one."""
 
     @classmethod
-    def compiled(cls, layout: Layout, batch: Any, for_each: CompileForEach) -> "tuple[RowCutter, Any]":
+    def compile_cutter(cls, layout: Layout, batch: Any, for_each: CompileForEach) -> "tuple[RowCutter, Any]":
         """For such (abstract) batches; and the rows of a shard, as `jax.ShapeDtypeStruct`s."""
 
         def part(rows: int) -> Any:
@@ -118,7 +118,7 @@ class HparamCopies:
     layout: Layout
     _known: tuple[Hparams, list[Hparams]] | None = field(default=None, repr=False)
 
-    def of(self, hparams: Hparams) -> list[Hparams]:
+    def copies_of(self, hparams: Hparams) -> list[Hparams]:
         """By device."""
         if self._known is None or self._known[0] is not hparams:
             self._known = hparams, copies(hparams, self.layout.devices)
@@ -132,14 +132,14 @@ class ShardedStep:
     programs: ShardPrograms
     layout: Layout
 
-    def compiled(
+    def compile(
         self, compile_one: Compile, for_each: CompileForEach, state: TrainState, hparams: Hparams, batch: Any
     ) -> "CompiledStep":
         """The programs for such (abstract) arguments."""
         programs, layout, batch = self.programs, self.layout, shapes_of(batch)
-        gather = Gather.compiled(layout, Model(state.params, state.rest, hparams), compile_one)
+        gather = Gather.compile_gather(layout, Model(state.params, state.rest, hparams), compile_one)
         kind = CompiledLongStep if jax.tree.leaves(batch)[0].shape[0] < programs.shards else RowStep
-        step = kind.compiled(programs, layout, state, hparams, batch, compile_one, for_each)
+        step = kind.compile_step(programs, layout, state, hparams, batch, compile_one, for_each)
         return CompiledStep(layout, gather, step, HparamCopies(layout), state)
 
 
@@ -161,7 +161,7 @@ class CompiledStep:
     def __call__(self, state: TrainState | DeviceStates, hparams: Hparams, batch: Any) -> tuple[DeviceStates, Metrics]:
         """One step."""
         parts = state.parts if isinstance(state, DeviceStates) else copies(state, self.layout.devices)
-        inputs = self.hparams.of(hparams)
+        inputs = self.hparams.copies_of(hparams)
         models = self.gather.run([Model(part.params, part.rest, own) for part, own in zip(parts, inputs, strict=True)])
         totals, counts = self.step.totals(models, batch)
         parts, metrics = self.step.update.run(parts, models, totals, counts)
@@ -182,14 +182,16 @@ class RowSums:
     """Those of random streams, as shapes."""
 
     @classmethod
-    def of(cls, programs: ShardPrograms, layout: Layout, state: TrainState, hparams: Hparams, batch: Any) -> "RowSums":
+    def of_step(
+        cls, programs: ShardPrograms, layout: Layout, state: TrainState, hparams: Hparams, batch: Any
+    ) -> "RowSums":
         """For such (abstract) arguments."""
         part = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // layout.count, leaf.shape[1]), leaf.dtype), batch
         )
         args = *shapes_of((state.params, state.rest, hparams)), part, jax.ShapeDtypeStruct((), np.int32)
         like, counts = jax.eval_shape(programs.sums, *args)
-        totals = Totals.of(
+        totals = Totals.of_params(
             programs,
             state.params,
             like,
@@ -216,7 +218,7 @@ class RowStep:
     update: BlockUpdate
 
     @classmethod
-    def compiled(
+    def compile_step(
         cls,
         programs: ShardPrograms,
         layout: Layout,
@@ -227,13 +229,13 @@ class RowStep:
         for_each: CompileForEach,
     ) -> "RowStep":
         """The programs for such (abstract) arguments."""
-        rows, _ = RowCutter.compiled(layout, batch, for_each)
-        own = RowSums.of(programs, layout, state, hparams, batch)
-        exchange, update = own.totals.compiled(own.packed, state, hparams, own.counts, compile_one, for_each)
+        rows, _ = RowCutter.compile_cutter(layout, batch, for_each)
+        own = RowSums.of_step(programs, layout, state, hparams, batch)
+        exchange, update = own.totals.compile_update(own.packed, state, hparams, own.counts, compile_one, for_each)
         return cls(
             rows=rows,
             sums=for_each(own.jitted, own.args, layout.devices),
-            reduction=Reduction.compiled(layout, own.packed, exchange, for_each),
+            reduction=Reduction.compile_reduction(layout, own.packed, exchange, for_each),
             update=update,
         )
 
@@ -263,7 +265,7 @@ class ShardedEvaluation:
     programs: ShardPrograms
     layout: Layout
 
-    def compiled(
+    def compile(
         self,
         compile_one: Compile,
         for_each: CompileForEach,
@@ -274,20 +276,20 @@ class ShardedEvaluation:
     ) -> "CompiledEvaluation":
         """The programs for such (abstract) arguments."""
         layout, programs = self.layout, self.programs
-        gather = Gather.compiled(layout, Model(params, rest, hparams), compile_one)
+        gather = Gather.compile_gather(layout, Model(params, rest, hparams), compile_one)
         params, rest, hparams, batch = shapes_of((params, rest, hparams, batch))
         if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
             model = Model(params, rest, hparams)
-            losses = CompiledLongEvaluation.compiled(programs, layout, model, batch, compile_one, for_each)
+            losses = CompiledLongEvaluation.compile_losses(programs, layout, model, batch, compile_one, for_each)
             exchange = losses.reduction.exchange
             others = exchange.like["float32"].shape[1] - 2 - (programs.end is not None)
             names = [BALANCE][:others]  # no loss of the user's own is cut so
         else:
-            rows, part = RowCutter.compiled(layout, batch, for_each)
+            rows, part = RowCutter.compile_cutter(layout, batch, for_each)
             args = params, rest, hparams, part
             total, names = jax.eval_shape(programs.losses, *args), programs.scalar_names(*args)
-            exchange = Exchange.compiled(layout, total, total, compile_one, for_each)
-            reduction = Reduction.compiled(layout, total, exchange, for_each)
+            exchange = Exchange.compile_exchange(layout, total, total, compile_one, for_each)
+            reduction = Reduction.compile_reduction(layout, total, exchange, for_each)
             losses = RowEvaluation(rows, for_each(jax.jit(programs.losses), args, layout.devices), reduction)
 
         def mean_losses(total: Packed) -> dict[str, jax.Array]:
@@ -309,7 +311,7 @@ class CompiledEvaluation:
 
     def __call__(self, params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
         """The losses of a batch."""
-        parts, inputs = copies((params, rest), self.layout.devices), self.hparams.of(hparams)
+        parts, inputs = copies((params, rest), self.layout.devices), self.hparams.copies_of(hparams)
         models = self.gather.run([Model(part[0], part[1], own) for part, own in zip(parts, inputs, strict=True)])
         return self.mean(self.losses(models, batch)[0])
 

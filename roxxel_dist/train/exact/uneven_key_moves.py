@@ -62,7 +62,7 @@ class UnevenKeyMoves:
     """Adds the rest of the tree for each shard of a device."""
 
     @classmethod
-    def compiled(
+    def compile_moves(
         cls, layout: Layout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
     ) -> "UnevenKeyMoves":
         """For (keys, values) of a shard such as `like`."""

@@ -40,7 +40,7 @@ class Totals:
     """How they are packed for an update by blocks."""
 
     @classmethod
-    def of(cls, programs: ShardPrograms, params: Leaves, like: Any, **rest: Any) -> "Totals":
+    def of_params(cls, programs: ShardPrograms, params: Leaves, like: Any, **rest: Any) -> "Totals":
         """For (abstract) parameters and sums."""
         optimizer = for_model(programs.optimizer, programs.split.params.matrices)
         blocks = Blocks.of_model(programs.split, params, optimizer, programs.shards)
@@ -52,11 +52,11 @@ class Totals:
 
     def ownership(self, blocks: Blocks, state: TrainState) -> Ownership:
         """Of blocks of such an (abstract) state, with shardings."""
-        alike = Selection.of(state, blocks.groups[0])
+        alike = Selection.of_names(state, blocks.groups[0])
         leaves = list(zip(alike.names_of_own, alike.apart(state)[0], strict=True))
-        return Ownership.of(self.layout, blocks, leaves)
+        return Ownership.of_blocks(self.layout, blocks, leaves)
 
-    def compiled(
+    def compile_update(
         self, packed: Packed, state: TrainState, hparams: Hparams, counts: Leaves, compile_one: Compile,
         for_each: CompileForEach,
     ) -> tuple[Exchange, BlockUpdate]:  # fmt: skip
@@ -64,7 +64,7 @@ class Totals:
         with shardings."""
         owner = self.ownership(self.blocks.blocks, state)
         shares = Shares(owner, frozenset(self.blocks.names))
-        exchange = Exchange.compiled(self.layout, self.like, packed, compile_one, for_each, shares)
+        exchange = Exchange.compile_exchange(self.layout, self.like, packed, compile_one, for_each, shares)
         of_blocks = BlockPrograms(self.programs, self.blocks, self.join, self.weight, self.batch)
         compiler = BlockCompiler(of_blocks, owner, state, hparams, compile_one, for_each)
-        return exchange, compiler.compiled(exchange.kept, counts)
+        return exchange, compiler.compile_update(exchange.kept, counts)

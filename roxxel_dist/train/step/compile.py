@@ -41,7 +41,7 @@ CompileForEach = Callable[[Any, Sequence[Any], Sequence[Any]], list[Any]]
 class Composite(Protocol):
     """Several programs that are called as one."""
 
-    def compiled(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> Any:
+    def compile(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> Any:
         """The callable made from the programs for such `jax.ShapeDtypeStruct`s."""
         ...
 
@@ -126,7 +126,7 @@ class AotCompiler:
         start = time.perf_counter()
         if isinstance(jitted, Composite):
             with jax.set_mesh(one_device(self.mesh)):
-                program = jitted.compiled(self._compile_one, self._compile_for_each, *args)
+                program = jitted.compile(self._compile_one, self._compile_for_each, *args)
         else:
             program = self._compile_one(jitted, args, mesh_of(args[-1], self.mesh) if on_mesh else None)
         self.seconds[key] = time.perf_counter() - start
