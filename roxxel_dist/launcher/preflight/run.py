@@ -18,8 +18,10 @@ from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
     Requirements,
     are_one_machine,
+    each_wrong,
     launchers,
     named,
+    once,
     own_names,
     requirements_of,
     run_checks,
@@ -62,20 +64,27 @@ class PreflightReport:
     @property
     def only_starts(self) -> bool:
         """Whether nothing speaks against a start but hosts that may still start themselves."""
-        return bool(self.starting) and len(self.problems) == len(self.starting)
+        is_wrong = any(result.level == "error" for result in self.findings)
+        return bool(self.starting) and not is_wrong and len(self.unreachable) == len(self.starting)
 
     @property
     def suspects(self) -> dict[str, str]:
         """The hosts whose devices did not pass, and why."""
-        suspects = [result for result in self.findings if result.suspect]
-        texts = {result.hosts[0]: [one.text for one in suspects if one.hosts == result.hosts] for result in suspects}
+        texts: dict[str, list[str]] = {}
+        for result in self.findings:
+            if result.suspect:
+                texts.setdefault(result.hosts[0], []).append(result.text)
         return {host: "; ".join(found) for host, found in texts.items()}
 
     @property
     def problems(self) -> list[str]:
-        """What speaks against a start, each for people."""
-        gone = [f"host {host} cannot be used: {why}" for host, why in self.unreachable.items()]
-        return [*dict.fromkeys(result.text for result in self.findings if result.level == "error"), *gone]
+        """What speaks against a start, for people: each cause once."""
+        gone = [
+            CheckResult("error", "host", (host,), f"host {host} cannot be used: {why}")
+            for host, why in self.unreachable.items()
+        ]
+        errors = [result for result in self.findings if result.level == "error"]
+        return [text for _, _, text in once([*errors, *gone])]
 
     def covers(self, hosts: Sequence[str]) -> bool:
         """Whether these are among its hosts, with the same first one."""
@@ -83,7 +92,8 @@ class PreflightReport:
 
     def blamed(self, trusted: Collection[str] = ()) -> frozenset[str]:
         """The hosts without which the others may pass, as far as it is known; see `CheckResult.blamed`."""
-        errors = [result.blamed(trusted) for result in self.findings if result.level == "error"]
+        known = frozenset(trusted)
+        errors = [result.blamed(known) for result in self.findings if result.level == "error"]
         return frozenset(self.unreachable).union(*errors)
 
 
@@ -223,8 +233,7 @@ def _shared(questions: Questions, hosts: Sequence[str], run_dir: str | None) -> 
         f"{run_dir} on {named(blind)} is not the folder that {first} has: checkpoints need one that all hosts share; "
         "name one on a file system that all have mounted with --run_dir"
     )
-    seeing = tuple(host for host in hosts if host not in blind)
-    return [CheckResult("error", "run directory", tuple(blind), text, (seeing, *((host,) for host in blind)))]
+    return [CheckResult("error", "run directory", tuple(blind), text, each_wrong(hosts, blind))]
 
 
 def allow_open_files(hosts: int) -> str:
