@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from pretended import LINEAR, cpu_of, exponent
 
+from roxxel_dist.checkpoint.blocks import Header
 from roxxel_dist.checkpoint.digests import BlockDigest, Bounds, DigestTable, digest, inside, shares
+from roxxel_dist.checkpoint.generations import Inventory
 
 SIZES = [(256, 2048), pytest.param((2048, 16384), marks=pytest.mark.long)]
 
@@ -33,6 +35,23 @@ COSTS: dict[str, Callable[[int], float]] = {
     "shares of work": lambda count: cpu_of(lambda: shares({f"{n}": n % 7 for n in range(4 * count)}, count)),
     "arrays of a rank": lambda count: arrays_checked(count, 8),
 }
+
+
+def inventory_of(rank: int, ranks: int, arrays: int) -> Inventory:
+    """Of a rank that has a part of each array, and of some that are whole on every rank; one of two generations."""
+    cut = [n * (ranks + 1) + rank for n in range(arrays)]
+    whole = [n * (ranks + 1) + ranks for n in range(arrays)]
+    common = {"run": "r" * 32, "table": "t" * 32, "total": arrays * (ranks + 1), "pending": None, "metadata": {}}
+    header = Header(generation="ab12.7", step=100, rank=rank, needs=sorted([*cut, *whole]), **common)
+    generations = [{"header": vars(header), "numbers": cut, "slot": slot} for slot in (0, 1)]
+    return Inventory(address=("10.0.0.1", 5000), generations=generations)
+
+
+def test_what_a_thousand_ranks_have_in_memory_is_a_megabyte() -> None:
+    """Rank 0 reads it once. It once handed all of it to each rank: 22 kB x 1,024 x 1,024."""
+    one = inventory_of(300, 1024, 672)
+    assert Inventory.from_text(one.to_text()).generations == one.generations
+    assert len(one.to_text()) * 1024 < 1 << 20
 
 
 @pytest.mark.parametrize("sizes", SIZES)
