@@ -3,6 +3,7 @@
 The controller asks all hosts at once, in a few rounds: the agents that it starts there, or itself for this machine.
 """
 
+import os
 import resource
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -34,6 +35,8 @@ from roxxel_dist.launcher.transport.questions import HostQuestions
 LOOPBACK = "127.0.0.1"
 FILES, FILES_A_HOST = 64, 16
 """Open files of a launcher: three pipes a host, and the logs of up to eight ranks there."""
+PROCESSES, PROCESSES_A_HOST = 64, 2
+"""Processes of a launcher's user: the client of each host, and perhaps a ProxyCommand beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +143,8 @@ def check_hosts(
         is_waiting = pool is not None and is_wanted_here(devices)  # for seconds, in which somebody may press Ctrl-C
         if backend.is_local and len(hosts) == 1 and not is_waiting:
             return _check(requirements, backend, hosts, port, _ThisMachine(held), busy, devices, None)
-        if problem := allow_open_files(len(hosts)):
-            return PreflightReport(findings=[CheckResult("error", "open files", tuple(hosts), problem)])
+        if problem := allow_hosts(len(hosts)):
+            return PreflightReport(findings=[CheckResult("error", "limits", tuple(hosts), problem)])
         requirements = replace(requirements, distinct=not backend.same_machine)
         questions = HostQuestions(pool or held.enter_context(HostPool(backend)))
         return _check(requirements, backend, hosts, port, questions, busy, devices, known)
@@ -236,19 +239,23 @@ def _shared(questions: Questions, hosts: Sequence[str], run_dir: str | None) -> 
     return [CheckResult("error", "run directory", tuple(blind), text, each_wrong(hosts, blind))]
 
 
-def allow_open_files(hosts: int) -> str:
-    """Raise this process's own limit of open files as far as it may; why it is too low for so many hosts, or ""."""
-    needed = FILES + FILES_A_HOST * hosts
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:  # what is counted here is the least
-        with suppress(ValueError, OSError):  # the kernel has a lower limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            return allow_open_files(hosts)
-    if resource.RLIM_INFINITY in (soft, hard) or soft >= needed:
-        return ""
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        return (
-            f"{hosts} hosts need up to {needed} open files here, and this machine allows {hard} (`ulimit -Hn`): "
-            f"raise the limit, or use fewer hosts"
-        )
+def allow_hosts(hosts: int) -> str:
+    """Raise this process's own limits of open files and processes as far as they may be; which is too low for so many
+    hosts, and what raises it, or ""."""
+    limits = (
+        (resource.RLIMIT_NOFILE, "open files", "n", "nofile", FILES + FILES_A_HOST * hosts),
+        (resource.RLIMIT_NPROC, "processes", "u", "nproc", PROCESSES + PROCESSES_A_HOST * hosts),
+    )
+    for kind, what, letter, name, needed in limits:
+        soft, hard = resource.getrlimit(kind)
+        if soft != hard:
+            with suppress(ValueError, OSError):  # the kernel has a lower limit
+                resource.setrlimit(kind, (hard, hard))
+        allowed = resource.getrlimit(kind)[0]
+        is_free = allowed == resource.RLIM_INFINITY or (kind == resource.RLIMIT_NPROC and os.geteuid() == 0)
+        if not is_free and allowed < needed:
+            return (
+                f"{hosts} hosts need up to {needed} {what} here, and this machine allows {allowed} "
+                f"(`ulimit -H{letter}`): raise the limit (`sudo prlimit --pid $$ --{name}={needed}`), or use fewer hosts"
+            )
     return ""
