@@ -256,6 +256,7 @@ def allow_hosts(hosts: int) -> str:
         if not is_free and allowed < needed:
             return (
                 f"{hosts} hosts need up to {needed} {what} here, and this machine allows {allowed} "
-                f"(`ulimit -H{letter}`): raise the limit (`sudo prlimit --pid $$ --{name}={needed}`), or use fewer hosts"
+                f"(`ulimit -H{letter}`): raise the limit (`sudo prlimit --pid $$ --{name}={needed}`), or use "
+                "fewer hosts"
             )
     return ""
