@@ -26,10 +26,8 @@ from roxxel_dist.checkpoint.replicas import block_files, fetch_blocks, read_key
 from roxxel_dist.cluster.distributed import (
     WAIT_LIMIT_S,
     broadcast_from_primary,
-    gather_to_primary,
     is_primary,
     keep_for_all,
-    process_count,
     process_index,
     wait_for_key,
 )
@@ -97,14 +95,6 @@ def run_identity(run: object, mesh: Any, settings: Sequence[Any]) -> str:
     devices = [(device.id, device.process_index) for device in mesh.devices.flat]
     text = json.dumps([str(run), list(mesh.shape.items()), devices, *settings])
     return digest(text.encode())
-
-
-def exchange(name: str, value: str) -> list[str]:
-    """Every rank's value, on every rank."""
-    if process_count() == 1:
-        return [value]
-    values = gather_to_primary(name, value)
-    return json.loads(broadcast_from_primary(name, json.dumps(values)))
 
 
 class Generations:

@@ -35,8 +35,8 @@ from roxxel_dist.launcher.transport.questions import HostQuestions
 LOOPBACK = "127.0.0.1"
 FILES, FILES_A_HOST = 64, 16
 """Open files of a launcher: three pipes a host, and the logs of up to eight ranks there."""
-PROCESSES, PROCESSES_A_HOST = 64, 2
-"""Processes of a launcher's user: the client of each host, and perhaps a ProxyCommand beside it."""
+FILES_A_RANK, PROCESSES, PROCESSES_A_RANK = 8, 64, 4
+"""Of a rank on this machine: its log, pipes and processes. Of a host, a client, and perhaps a ProxyCommand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +113,8 @@ def check_job_hosts(
 ) -> PreflightReport:
     """Check the hosts of a job, in the order of the ranks; see `check_hosts`."""
     is_here = backend.is_local and len(hosts) == 1
+    if is_here and (problem := allow_hosts(1, job.nprocs)):
+        return PreflightReport(findings=[CheckResult("error", "limits", tuple(hosts), problem)])
     requirements = requirements_of(job, backend.environment, writes=is_here)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
         requirements = replace(requirements, data_path=None, compare=not is_here)
@@ -239,24 +241,25 @@ def _shared(questions: Questions, hosts: Sequence[str], run_dir: str | None) -> 
     return [CheckResult("error", "run directory", tuple(blind), text, each_wrong(hosts, blind))]
 
 
-def allow_hosts(hosts: int) -> str:
-    """Raise this process's own limits of open files and processes as far as they may be; which is too low for so many
-    hosts, and what raises it, or ""."""
+def allow_hosts(hosts: int, ranks: int = 0) -> str:
+    """Raise this process's own limits of open files and processes where they are too low for so many hosts, or for
+    ranks on this one; if they may not be so high, which it is and what raises it, else ""."""
     limits = (
-        (resource.RLIMIT_NOFILE, "open files", "n", "nofile", FILES + FILES_A_HOST * hosts),
-        (resource.RLIMIT_NPROC, "processes", "u", "nproc", PROCESSES + PROCESSES_A_HOST * hosts),
+        (resource.RLIMIT_NOFILE, "open files", "n", "nofile", FILES + FILES_A_HOST * hosts + FILES_A_RANK * ranks),
+        (resource.RLIMIT_NPROC, "processes", "u", "nproc", PROCESSES + 2 * hosts + PROCESSES_A_RANK * ranks),
     )
     for kind, what, letter, name, needed in limits:
         soft, hard = resource.getrlimit(kind)
-        if soft != hard:
-            with suppress(ValueError, OSError):  # the kernel has a lower limit
-                resource.setrlimit(kind, (hard, hard))
+        is_free = soft == resource.RLIM_INFINITY or (kind == resource.RLIMIT_NPROC and os.geteuid() == 0)
+        if is_free or soft >= needed:
+            continue
+        with suppress(ValueError, OSError):  # the kernel has a lower limit
+            resource.setrlimit(kind, (hard, hard))
         allowed = resource.getrlimit(kind)[0]
-        is_free = allowed == resource.RLIM_INFINITY or (kind == resource.RLIMIT_NPROC and os.geteuid() == 0)
-        if not is_free and allowed < needed:
+        if allowed != resource.RLIM_INFINITY and allowed < needed:
             return (
-                f"{hosts} hosts need up to {needed} {what} here, and this machine allows {allowed} "
-                f"(`ulimit -H{letter}`): raise the limit (`sudo prlimit --pid $$ --{name}={needed}`), or use "
-                "fewer hosts"
+                f"{f'{ranks} ranks' if ranks else f'{hosts} hosts'} need up to {needed} {what} here, and this machine "
+                f"allows {allowed} (`ulimit -H{letter}`): raise the limit (`sudo prlimit --pid $$ --{name}={needed}`), "
+                f"or use fewer {'ranks' if ranks else 'hosts'}"
             )
     return ""
