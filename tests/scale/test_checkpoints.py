@@ -10,7 +10,7 @@ from roxxel_dist.checkpoint.blocks import Header
 from roxxel_dist.checkpoint.digests import BlockDigest, Bounds, DigestTable, digest, inside, shares
 from roxxel_dist.checkpoint.generations import Inventory
 
-SIZES = [(256, 2048), pytest.param((2048, 16384), marks=pytest.mark.long)]
+SIZES = [(256, 2048), pytest.param((1024, 8192), marks=pytest.mark.long)]
 
 
 def rows_of(count: int, shards: int) -> list[Bounds]:
