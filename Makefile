@@ -21,7 +21,7 @@ TPU := .cache/tpu
 CUDA := .cache/cuda
 
 .PHONY: demo test test-newest test-newest-part test-in-newest test-docs test-web test-cluster test-long test-all test-pythons test-release dist docs reference pictures bench bench-data bench-train bench-compiled \
-    bench-launch bench-long bench-model bench-mup bench-ngram bench-sweep bench-table bench-gpu chaos hf lm_eval azurite tpu cuda docker-check lint format clean
+    bench-launch bench-long bench-model bench-mup bench-ngram bench-sweep bench-table bench-gpu chaos scale hf lm_eval azurite tpu cuda docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@trap : INT; $(BIN)/roxxel-dist demo --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) || [ $$? = 42 ] # stopped and saved
@@ -54,6 +54,9 @@ test-cluster: $(VENV)/dev-installed ## more of sshd, SLURM, Ray and several host
 
 test-long: $(VENV)/dev-installed azurite tpu cuda ## matrices, many repetitions, many examples of each property: hours
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile=long
+
+scale: $(VENV)/dev-installed ## the controller, preflight, checkpoints and the fleet with thousands of pretended hosts: two minutes
+	$(BIN)/python -m pytest -q -n 0 tests/scale --durations=10
 
 test-all: test test-docs test-web test-cluster test-long ## all of these, one after the other
 

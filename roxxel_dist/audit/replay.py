@@ -312,7 +312,8 @@ def first_difference(run: RunRecord, step: int, mine: CheckpointStore) -> str:
         if not here or not there or here.keys() == there.keys():
             return name
         array = read_named(folder, [name])[name]
-        if theirs.check_array(name, tuple((0, size) for size in array.shape), lambda array=array: array):
+        whole = tuple((0, size) for size in array.shape)
+        if theirs.check_array(name, {whole: lambda array=array: array}):
             return name
     return ""
 

@@ -6,11 +6,17 @@ end, its own digest. A block is compared after it is read: bytes of its file tha
 Decision 17.
 """
 
+import contextlib
+import functools
+import gc
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from heapq import heapreplace
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -52,6 +58,31 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def inside(places: Iterable[Bounds]) -> Callable[[Bounds], bool]:
+    """Whether bounds lie within one of these places; places that make a grid, as shards do, are looked up."""
+    exact = {*places}
+    starts = [sorted({low for low, _ in edges}) for edges in zip(*exact, strict=True)]
+    by_start = {tuple(low for low, _ in place): place for place in exact}
+    is_grid = len(by_start) == len(exact) == math.prod(map(len, starts))
+
+    def is_inside(bounds: Bounds) -> bool:
+        if bounds in exact:
+            return True
+        near = exact
+        if is_grid:
+            pairs = zip(starts, bounds, strict=True)
+            near = [by_start[tuple(lows[max(bisect_right(lows, a) - 1, 0)] for lows, (a, _) in pairs)]]
+        return any(
+            all(low <= a and b <= high for (a, b), (low, high) in zip(bounds, place, strict=True)) for place in near
+        )
+
+    return is_inside
+
+
+def _lies_within(bounds: Bounds, place: Bounds) -> bool:
+    return all(low <= a and b <= high for (a, b), (low, high) in zip(bounds, place, strict=True))
+
+
 class BlockDigest(NamedTuple):
     """A block of an array as it left the device."""
 
@@ -62,7 +93,7 @@ class BlockDigest(NamedTuple):
 
     def lies_within(self, bounds: Bounds) -> bool:
         """Whether all of it is between these."""
-        return all(low <= a and b <= high for (a, b), (low, high) in zip(self.bounds, bounds, strict=True))
+        return _lies_within(self.bounds, bounds)
 
     def __str__(self) -> str:
         return "[" + ",".join(f"{start}:{stop}" for start, stop in self.bounds) + "]"
@@ -94,6 +125,18 @@ def _hash_file(path: Path, progress: CountBytes | None = None) -> str:
             if progress is not None:
                 progress(count)
     return state.hexdigest()
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Python's collector would look at a million new tuples again and again: it takes three quarters of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +174,14 @@ class DigestTable:
         body = data[:begin] + b"}"
         if data[begin:] != ending % digest(body).encode():
             raise UserError(f"{path.name} does not agree with its own digest")
-        saved = json.loads(body)
-        check_format(saved, path)
-        blocks = {
-            name: tuple(BlockDigest(tuple((a, b) for a, b in bounds), text, rank) for bounds, text, rank in blocks)
-            for name, blocks in saved["blocks"].items()
-        }
+        with _without_collections():
+            saved = json.loads(body)
+            check_format(saved, path)
+            known: dict[Bounds, Bounds] = {}  # arrays of one shape have the same ones
+            blocks: dict[str, tuple[BlockDigest, ...]] = {}
+            for name, entries in saved["blocks"].items():
+                mine = [(tuple(map(tuple, bounds)), text, rank) for bounds, text, rank in entries]
+                blocks[name] = tuple(BlockDigest(known.setdefault(at, at), text, rank) for at, text, rank in mine)
         files = {name: FileDigest(*entry) for name, entry in saved["files"].items()}
         return cls(step=saved["step"], files=files, blocks=blocks, meta=tuple(saved["meta"]))
 
@@ -177,25 +222,31 @@ class DigestTable:
         with ThreadPoolExecutor(THREADS) as threads:
             return {file: problem for file, problem in zip(names, threads.map(check, names), strict=True) if problem}
 
-    def check_array(self, name: str, bounds: Bounds, data: Callable[[], np.ndarray]) -> list[str]:
-        """What is wrong with the elements of an array within `bounds`, as far as whole blocks lie within them."""
-        problems, here = [], None
-        for block in self.blocks.get(name, ()):
-            if not block.lies_within(bounds):
-                continue
-            here = data() if here is None else here
-            inner = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(block.bounds, bounds, strict=True))
-            if digest(np.asarray(here[inner])) != block.digest:
-                problems.append(f"{name}{block} does not agree with its digest, written by rank {block.rank}")
+    def check_array(self, name: str, parts: Mapping[Bounds, Callable[[], np.ndarray]]) -> list[str]:
+        """What is wrong with parts of an array, by their bounds, as far as whole blocks lie within them."""
+        blocks, problems = self.blocks.get(name, ()), list[str]()
+        whole = parts.keys() & {block.bounds for block in blocks}
+        others = dict.fromkeys(bounds for bounds in parts if bounds not in whole)
+        is_inside, read = inside(others), functools.cache(lambda bounds: parts[bounds]())
+        for block in blocks:
+            around = [block.bounds] if block.bounds in whole else []
+            if not around and is_inside(block.bounds):
+                around = [bounds for bounds in others if block.lies_within(bounds)]
+            for bounds in around:
+                data = parts[bounds]() if bounds in whole else read(bounds)
+                inner = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(block.bounds, bounds, strict=True))
+                if digest(np.asarray(data[inner])) != block.digest:
+                    problems.append(f"{name}{block} does not agree with its digest, written by rank {block.rank}")
         return problems
 
 
 def shares(work: Mapping[Item, int], parts: int) -> list[list[Item]]:
     """Items by their work, in so many shares: the largest first, each to the share that has the least."""
-    sizes, lists = [0] * parts, [[] for _ in range(parts)]
+    lists: list[list[Item]] = [[] for _ in range(parts)]
+    sizes = [(0, part) for part in range(parts)]  # a heap
     for item in sorted(work, key=lambda item: (-work[item], item)):
-        least = sizes.index(min(sizes))
-        sizes[least] += work[item]
+        size, least = sizes[0]
+        heapreplace(sizes, (size + work[item], least))
         lists[least].append(item)
     return lists
 

@@ -40,6 +40,7 @@ from roxxel_dist.checkpoint.digests import (
     digest,
     files_below,
     in_words,
+    inside,
     merge,
     read_verified,
 )
@@ -368,7 +369,8 @@ def blocks_apart(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) 
         there: set[Bounds] = set()
         if saved.get(name) == [*leaf.shape, str(leaf.dtype)] and not is_key(leaf) and getattr(leaf, "sharding", None):
             there = {bounds_of(index, leaf.shape) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
-        blocks += [(name, b) for b in table.blocks.get(name, ()) if not any(b.lies_within(each) for each in there)]
+        is_there = inside(there)
+        blocks += [(name, block) for block in table.blocks.get(name, ()) if not is_there(block.bounds)]
     return blocks
 
 
@@ -381,8 +383,8 @@ def check_arrays(state: Any, table: DigestTable, saved: Mapping[str, list[Any]])
     for name, leaf in _named(keys_to_data(state)):
         if name not in saved or leaf.dtype != _stored(saved[name]):
             continue
-        for bounds, shard in dict(_shards(leaf)).items():  # a copy is read once
-            problems += table.check_array(name, bounds, partial(np.asarray, shard.data))
+        shards = dict(_shards(leaf))  # a copy is read once
+        problems += table.check_array(name, {at: partial(np.asarray, shard.data) for at, shard in shards.items()})
     return problems
 
 
@@ -393,7 +395,8 @@ def check_whole_arrays(
     problems: list[str] = []
     for name, array in arrays.items():
         if array.dtype == _stored(saved[name]):
-            problems += table.check_array(name, tuple((0, size) for size in array.shape), lambda array=array: array)
+            whole = tuple((0, size) for size in array.shape)
+            problems += table.check_array(name, {whole: lambda array=array: array})
     return problems
 
 

@@ -4,13 +4,16 @@ Every rank compares its share of the files of its host with their digests; all l
 computes the same choice. Decision 19.
 """
 
+import base64
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -21,11 +24,12 @@ from roxxel_dist.checkpoint.digests import bounds_of, digest
 from roxxel_dist.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.checkpoint.replicas import block_files, fetch_blocks, read_key
 from roxxel_dist.cluster.distributed import (
+    WAIT_LIMIT_S,
     broadcast_from_primary,
-    gather_to_primary,
     is_primary,
-    process_count,
+    keep_for_all,
     process_index,
+    wait_for_key,
 )
 from roxxel_dist.cluster.exit_codes import UserError
 
@@ -39,6 +43,27 @@ class Inventory:
     generations: list[dict[str, Any]] = field(default_factory=list)
     """Of each file: its header without the places of the blocks, and the numbers of its whole blocks."""
     damaged: list[str] = field(default_factory=list)
+
+    def to_text(self) -> str:
+        """As other ranks read it: numbers of blocks are far apart, and alike in all files, so they are a few bytes."""
+        values = asdict(self)
+        for entry in values["generations"]:
+            entry["numbers"], entry["header"]["needs"] = map(_steps, (entry["numbers"], entry["header"]["needs"]))
+        return base64.b85encode(zlib.compress(json.dumps(values).encode(), 9)).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """What `to_text` has written."""
+        values = json.loads(zlib.decompress(base64.b85decode(text)))
+        for entry in values["generations"]:
+            steps = entry["numbers"], entry["header"]["needs"]
+            entry["numbers"], entry["header"]["needs"] = (list(accumulate(each)) for each in steps)
+        return cls(**values)
+
+
+def _steps(numbers: Sequence[int]) -> list[int]:
+    """Numbers as the first one, and by how much each is larger than the one before."""
+    return [number - before for number, before in zip(numbers, (0, *numbers), strict=False)]
 
 
 class Generation:
@@ -72,14 +97,6 @@ def run_identity(run: object, mesh: Any, settings: Sequence[Any]) -> str:
     return digest(text.encode())
 
 
-def exchange(name: str, value: str) -> list[str]:
-    """Every rank's value, on every rank."""
-    if process_count() == 1:
-        return [value]
-    values = gather_to_primary(name, value)
-    return json.loads(broadcast_from_primary(name, json.dumps(values)))
-
-
 class Generations:
     """What the hosts of a job have in memory when it begins. Made by all ranks together.
 
@@ -95,44 +112,69 @@ class Generations:
         self, folder: Path, hosts: Sequence[int], run: str, address: tuple[str, int] | None, log: Callable[[str], None]
     ) -> None:
         self._folder, self._hosts, self._run, self._rank = folder, hosts, run, process_index()
-        texts = exchange("memory", json.dumps(asdict(self._inventory(address))))
-        self._inventories = [Inventory(**json.loads(text)) for text in texts]
-        damaged = dict.fromkeys(line for each in self._inventories for line in each.damaged)
+        mine = self._inventory(address)
+        self._known = {self._rank: mine}
+        self._key, texts = keep_for_all("memory", mine.to_text())
+        self._known |= {rank: Inventory.from_text(text) for rank, text in enumerate(texts)}
+        damaged = dict.fromkeys(line for rank in range(len(texts)) for line in self._known[rank].damaged)
         for line in damaged if is_primary() else ():
             log(f"{line}: it is skipped")
 
+    def _of(self, rank: int) -> Inventory:
+        """What a rank has found. Rank 0 knows all; the others ask for those of the ranks that they need."""
+        if rank not in self._known:
+            what = f"waited {WAIT_LIMIT_S:.0f} s for what rank {rank} has in memory"
+            self._known[rank] = Inventory.from_text(wait_for_key(f"{self._key}/{rank}", WAIT_LIMIT_S, what))
+        return self._known[rank]
+
     def address_of(self, rank: int) -> tuple[str, int] | None:
         """Where a rank takes and gives copies."""
-        address = self._inventories[rank].address
+        address = self._of(rank).address
         return address and (address[0], address[1])
 
     def newest(self, disk_step: int) -> Generation | None:
-        """The newest whole generation, if it is newer than the checkpoint on disk; the same on every rank."""
-        parts: dict[str, list[tuple[int, Header, dict[str, Any]]]] = {}
-        for rank, inventory in enumerate(self._inventories):
-            for entry in inventory.generations:
+        """The newest whole generation, if it is newer than the checkpoint on disk; the same on every rank, which call
+        it together: rank 0 decides."""
+        decided = json.dumps(self._choose(disk_step)) if is_primary() else ""
+        choice = json.loads(broadcast_from_primary("generation", decided))
+        if choice is None:
+            return None
+        rank, name, fetched = choice
+        here = self._known[self._rank].generations  # what is said of a generation is the same in all of its files
+        found = next((entry for entry in here if entry["header"]["generation"] == name), None)
+        entry = found or next(one for one in self._of(rank).generations if one["header"]["generation"] == name)
+        return Generation(self, Header(**entry["header"]), entry["slot"], fetched=fetched)
+
+    def _choose(self, disk_step: int) -> tuple[int, str, bool] | None:
+        """The newest whole generation: a rank that has a part, its name, and whether some fetch blocks of it."""
+        parts: dict[str, list[tuple[int, Header, set[int]]]] = {}
+        for rank in range(len(self._hosts)):
+            for entry in self._of(rank).generations:
                 header = Header(**entry["header"])
-                parts.setdefault(header.generation, []).append((rank, header, entry))
+                parts.setdefault(header.generation, []).append((rank, header, set(entry["numbers"])))
         for some in sorted(parts.values(), key=lambda some: (-some[0][1].step, some[0][1].generation)):
-            _, header, entry = some[0]
+            rank, header, _ = some[0]
             lost = any((part.pending or 0) > disk_step for _, part, _ in some)
             if header.step > disk_step and not lost and self._is_whole(some, fetching=True):
-                fetched = not self._is_whole(some, fetching=False)
-                return Generation(self, header, entry["slot"], fetched=fetched)
+                return rank, header.generation, not self._is_whole(some, fetching=False)
         return None
 
-    def _is_whole(self, parts: Sequence[tuple[int, Header, Mapping[str, Any]]], *, fetching: bool) -> bool:
+    def _is_whole(self, parts: Sequence[tuple[int, Header, set[int]]], *, fetching: bool) -> bool:
         """Whether each host has, or can fetch, what its ranks need of a generation."""
-        total, needs = parts[0][1].total, {header.rank: set(header.needs) for _, header, _ in parts}
-        for host in set(self._hosts):
-            there: set[int] = set()
-            for rank, _, entry in parts:
-                if self._hosts[rank] == host or (fetching and self._inventories[rank].address is not None):
-                    there.update(entry["numbers"])
-            ranks = [rank for rank, other in enumerate(self._hosts) if other == host]
-            if len(there) < total and not all(rank in needs and needs[rank] <= there for rank in ranks):
-                return False
-        return True
+        total, needs = parts[0][1].total, {header.rank: header.needs for _, header, _ in parts}
+        on: dict[int, set[int]] = {host: set() for host in self._hosts}
+        fetched: set[int] = set()
+        for rank, _, numbers in parts:
+            on[self._hosts[rank]] |= numbers
+            if fetching and self._of(rank).address is not None:
+                fetched |= numbers
+        if len(fetched) == total:
+            return True
+        whole = {host for host, there in on.items() if len(there) == total or len(there | fetched) == total}
+        return all(
+            host in whole or (rank in needs and fetched.issuperset(set(needs[rank]) - on[host]))
+            for rank, host in enumerate(self._hosts)
+        )
 
     def _inventory(self, address: tuple[str, int] | None) -> Inventory:
         """This rank's share of the files here, each compared with its digests."""
@@ -176,8 +218,10 @@ class Generations:
                     mine = needed & other.blocks.keys() - blocks.keys()
                     # Copied: a device may read the memory that it is given for as long as the array lives.
                     blocks |= {n: bytearray(view) for n, view in read_blocks(path, other, sorted(mine)).items()}
-        for rank, inventory in enumerate(self._inventories):
-            if self._hosts[rank] == self._hosts[self._rank] or inventory.address is None or not needed - blocks.keys():
+        for rank, host in enumerate(self._hosts):
+            if host == self._hosts[self._rank] or not needed - blocks.keys():
+                continue
+            if (inventory := self._of(rank)).address is None:
                 continue
             theirs = {
                 number

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ import numpy as np
 
 from roxxel_dist.checkpoint import files
 from roxxel_dist.checkpoint.blocks import BlockFile, BlockTable, DamagedFile, Header, header_room, layout, read_header
-from roxxel_dist.checkpoint.generations import Generation, Generations, exchange
+from roxxel_dist.checkpoint.generations import Generation, Generations
 from roxxel_dist.checkpoint.memory_schedule import CopyDecision, Report, Schedule
 from roxxel_dist.checkpoint.replicas import COPY, CopyServer, address_towards, block_files, read_key, send_file
 from roxxel_dist.cluster.distributed import (
     barrier,
+    broadcast_from_primary,
     gather_to_primary,
     is_primary,
     process_count,
@@ -358,19 +360,23 @@ def open_memory(
         with contextlib.suppress(OSError):
             status, boot = folder.stat(), boot_id()
             place = f"{boot} {status.st_dev} {status.st_ino}" if boot else ""
-    places = exchange("memory folder", place)
-    if not all(places):
+    hosts = list[list[int]]()  # the number of a host, and how many ranks in a row are there
+    if all(places := gather_to_primary("memory folder", place)):
+        numbers: dict[str, int] = {}
+        for each in places:
+            numbers.setdefault(each, len(numbers))
+        hosts = [[numbers[each], len(list(ranks))] for each, ranks in groupby(places)]
+    hosts = json.loads(broadcast_from_primary("memory folder", json.dumps(hosts)))
+    if not hosts:
         if every != "auto" and is_primary():
             log(
                 f"memory_checkpoint_every is {every}, and this job has no folder in shared memory on every host: "
                 f"`roxxel-dist launch` makes it, where restarts are allowed"
             )
         return None
-    order = list(dict.fromkeys(places))
+    of_rank = [number for number, ranks in hosts for _ in range(ranks)]
     number = None if isinstance(every, str) else every
-    tier = MemoryTier(
-        folder, [order.index(each) for each in places], run, every=number, replicas=replicas, log=log, rows=rows
-    )
+    tier = MemoryTier(folder, of_rank, run, every=number, replicas=replicas, log=log, rows=rows)
     tier.look()
     IN_USE.add(folder)
     return tier

@@ -122,18 +122,23 @@ class RemoteCheckpoints:
 
     def gather_parts(self, temporary: Path, step: int, ranks: int) -> None:
         """On rank 0, fetch what it needs of the other ranks' parts to join them: tables and indices, no arrays."""
-        self._hollow = []
-        for rank in range(1, ranks):
-            path = temporary / f"{TABLE}.{rank}"
-            if not path.exists():  # a rank of another host
-                self._store.download(_key(step, path.name), path)
-            part = DigestTable.read(path)
-            away = [name for name in part.files if not (temporary / name).exists()]
-            self._fetch_files(temporary, step, part, away)
-            self._hollow += [name for name in away if not part.files[name].digest]
-            if away:
-                place = f"{files.STATE}/{PROCESS}{rank}"
-                Index(temporary / place, partial(self._fetch_node, temporary, step, part, place))
+        with ThreadPoolExecutor(FETCHES) as threads:
+            hollow = threads.map(partial(self._gather_part, temporary, step), range(1, ranks))
+            self._hollow = [name for names in hollow for name in names]
+
+    def _gather_part(self, temporary: Path, step: int, rank: int) -> list[str]:
+        """Fetch what rank 0 needs of one rank's part; its files of arrays, which stay without them."""
+        path = temporary / f"{TABLE}.{rank}"
+        if not path.exists():  # a rank of another host
+            self._store.download(_key(step, path.name), path)
+        part = DigestTable.read(path)
+        away = [name for name in part.files if not (temporary / name).exists()]
+        for name in away:
+            self._fetch_file(temporary, step, part, name)
+        if away:
+            place = f"{files.STATE}/{PROCESS}{rank}"
+            Index(temporary / place, partial(self._fetch_node, temporary, step, part, place))
+        return [name for name in away if not part.files[name].digest]
 
     def commit(self, step: int, ranks: int) -> None:
         """On rank 0, send what is left of a checkpoint that is complete in the local folder; its table last."""
@@ -250,20 +255,19 @@ class RemoteCheckpoints:
         return [problem for problem in (*wrong.values(), *missing.values()) if problem]
 
     def _fetch_files(self, folder: Path, step: int, table: DigestTable, names: Iterable[str]) -> None:
-        """Fetch files; of files of arrays only the size. One that is gone is left to be missed."""
-
-        def fetch(name: str) -> None:
-            path, key = folder / name, _key(step, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(StoreNotFoundError):
-                if table.files[name].digest:
-                    self._store.download(key, path)
-                else:  # in place: another process of this host may have fetched blocks of it
-                    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
-                        file.truncate(self._store.head(key).size)
-
         with ThreadPoolExecutor(FETCHES) as threads:
-            list(threads.map(fetch, names))
+            list(threads.map(partial(self._fetch_file, folder, step, table), names))
+
+    def _fetch_file(self, folder: Path, step: int, table: DigestTable, name: str) -> None:
+        """Fetch a file; of one of arrays only the size. One that is gone is left to be missed."""
+        path, key = folder / name, _key(step, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(StoreNotFoundError):
+            if table.files[name].digest:
+                self._store.download(key, path)
+            else:  # in place: another process of this host may have fetched blocks of it
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+                    file.truncate(self._store.head(key).size)
 
     def _fetch_blocks(
         self, checkpoint: Path, step: int, table: DigestTable, blocks: Iterable[tuple[str, BlockDigest]]

@@ -222,15 +222,23 @@ def gather_to_primary(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> l
         TimeoutError: on rank 0, a rank did not send it within `limit_s` seconds.
         LostRankError: a rank is lost, by jax's own heartbeat.
     """
+    key, values = keep_for_all(name, value, limit_s)
+    if process_count() > 1 and is_primary():
+        key_value_store().key_value_delete(key)
+    return values
+
+
+def keep_for_all(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> tuple[str, list[str]]:
+    """As `gather_to_primary`; but each rank's value stays at jax's coordinator, by the returned key with /RANK, for the
+    ranks that need it (`wait_for_key`)."""
     if process_count() == 1:
-        return [value]
+        return "", [value]
     key = unique_key(f"gather {name}")
+    key_value_store().key_value_set(f"{key}/{process_index()}", value)
     if not is_primary():
-        key_value_store().key_value_set(f"{key}/{process_index()}", value)
-        return []
+        return key, []
     values, end = [value], time.monotonic() + limit_s
     for rank in range(1, process_count()):
         what = f"waited {limit_s:.0f} s for rank {rank} to say '{name}'"
         values.append(wait_for_key(f"{key}/{rank}", end - time.monotonic(), what))
-    key_value_store().key_value_delete(key)
-    return values
+    return key, values

@@ -50,15 +50,11 @@ def create(path: str | Path, ranks: int) -> int:
     return os.open(path, os.O_RDONLY)
 
 
-def read(fd: int, ranks: int) -> list[Record]:
-    """The records of so many ranks; empty ones if the file was truncated."""
-    size = RECORD.size * ranks
-    data = os.pread(fd, size, 0).ljust(size, b"\0")
-    names = dict(enumerate(ACTIVITIES))
-    return [
-        Record(entered, done, when, phase, names.get(number, ""), pid)
-        for entered, done, when, phase, number, pid in RECORD.iter_unpack(data)
-    ]
+def read(fd: int, rank: int) -> Record:
+    """The record of a rank; an empty one if the file was truncated."""
+    data = os.pread(fd, RECORD.size, RECORD.size * rank).ljust(RECORD.size, b"\0")
+    entered, done, when, phase, number, pid = RECORD.unpack(data)
+    return Record(entered, done, when, phase, ACTIVITIES[number] if 0 <= number < len(ACTIVITIES) else "", pid)
 
 
 def say_exit() -> None:
@@ -76,7 +72,7 @@ def own_record() -> Record:
     except (KeyError, OSError):
         return Record()
     try:
-        return read(fd, rank + 1)[rank]
+        return read(fd, rank)
     finally:
         os.close(fd)
 

@@ -72,8 +72,10 @@ def _ask_through_bucket(url: "ObjectUrl", timeout_s: float) -> int:
     from roxxel_dist.objects.store import ObjectStore
 
     store, end = ObjectStore.open(url), time.monotonic() + timeout_s
-    if not any(info.key == CONFIG for info in store.list()):
-        raise UserError(f"{store.url} is not a run: it has no {CONFIG}")
+    try:
+        store.head(CONFIG)
+    except StoreNotFoundError:
+        raise UserError(f"{store.url} is not a run: it has no {CONFIG}") from None
     request = f"{FOLDER}/{secrets.token_hex(8)}{REQUEST}"
     store.write(request, b"{}")
     answer = request.removesuffix(REQUEST) + ANSWER

@@ -79,7 +79,6 @@ def test_a_rank_that_moves_is_not_stuck_and_one_that_ended_is_forgotten() -> Non
         assert one.check(now) is None
     one.forget(1)
     assert one.check(30) is None
-    assert one.reached == 34
 
 
 def test_ranks_that_do_not_wait_for_each_other_are_named_too() -> None:

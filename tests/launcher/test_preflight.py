@@ -441,15 +441,33 @@ def test_packets_of_full_size_are_lost_over_ipv6(cluster: Callable[[int], Cluste
 
 def test_many_hosts_need_open_files_which_are_allowed_or_said() -> None:
     program = (
-        "import resource, sys; from roxxel_dist.launcher.preflight.run import allow_open_files; "
+        "import resource, sys; from roxxel_dist.launcher.preflight.run import allow_hosts; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 1024)); "
-        "print(allow_open_files(2), allow_open_files(40), resource.getrlimit(resource.RLIMIT_NOFILE), "
-        "allow_open_files(400), sep='|')"
+        "print(allow_hosts(2), allow_hosts(40), resource.getrlimit(resource.RLIMIT_NOFILE), "
+        "allow_hosts(400), sep='|')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     few, some, limit, many = done.stdout.strip().split("|")
     assert (few, some, limit) == ("", "", "(1024, 1024)")
-    assert many.startswith("400 hosts need up to 6464 open files here, and this machine allows 1024")
+    assert many == (
+        "400 hosts need up to 6464 open files here, and this machine allows 1024 (`ulimit -Hn`): raise the limit "
+        "(`sudo prlimit --pid $$ --nofile=6464`), or use fewer hosts"
+    )
+
+
+def test_many_ranks_on_this_machine_may_open_their_files(tmp_path: Path) -> None:
+    """A soft limit is raised: rank 61 of 120 once could not be started, and with a hard one the job is refused."""
+    program = (
+        "import resource, sys; from roxxel_dist.cli import main; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1]))); sys.exit(main(sys.argv[2:]))"
+    )
+    words = ["launch", "local", "--nprocs", "20", "--max-restarts", "0", "--", "true"]
+    for hard, code in ((4096, 0), (128, 69)):
+        command = [sys.executable, "-c", program, str(hard), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+    assert "20 ranks need up to 240 open files here, and this machine allows 128 (`ulimit -Hn`)" in done.stderr
+    assert "(`sudo prlimit --pid $$ --nofile=240`), or use fewer ranks" in done.stderr
 
 
 def test_a_job_that_needs_more_open_files_than_there_may_be_is_refused(tmp_path: Path) -> None:
@@ -464,7 +482,7 @@ def test_a_job_that_needs_more_open_files_than_there_may_be_is_refused(tmp_path:
     assert (done.returncode, done.stdout) == (69, "")
     refused = "300 hosts need up to 4864 open files here, and this machine allows 512 (`ulimit -Hn`)"
     assert done.stderr.count("roxxel-dist: ") == 2, "why, and that it was not started"
-    assert done.stderr.startswith(f"roxxel-dist: {refused}: raise the limit, or use fewer hosts\n")
+    assert done.stderr.startswith(f"roxxel-dist: {refused}: raise the limit (`sudo prlimit --pid $$ ")
 
 
 def test_more_hosts_than_are_asked_at_once() -> None:

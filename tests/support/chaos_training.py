@@ -216,7 +216,8 @@ def record_of(rank: int) -> progress.Record:
     with suppress(psutil.Error, FileNotFoundError, KeyError):
         file = os.open(psutil.Process(rank).environ()[progress.ENV], os.O_RDONLY)
         try:  # not by its number: a spare became another rank than its variables say
-            found = [record for record in progress.read(file, RANKS) if record.pid == rank]
+            records = [progress.read(file, number) for number in range(RANKS)]
+            found = [record for record in records if record.pid == rank]
         finally:
             os.close(file)
         if found:

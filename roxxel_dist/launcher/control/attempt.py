@@ -104,6 +104,8 @@ class Attempt:
     """The step that all ranks must have done before hosts join or leave, so that each attempt comes to a new one; None
     where the program is not known to report steps."""
     _exits: list[RankExit] = field(default_factory=list)
+    _well: set[int] = field(default_factory=set)
+    """Ranks that have ended well."""
     _deadline: float | None = None
     _check_at: float = 0.0
     _dump: StackDump | None = None
@@ -128,7 +130,7 @@ class Attempt:
         for place in placed:
             for rank in place.ranks:
                 self._detector.observe(rank, Record(), time.monotonic())
-        while not self.pool.done:
+        while self.pool.at_work:
             clocks = [self._check_at if self._dump is None else self._dump.until]
             if self._deadline is not None:
                 clocks.append(self._deadline)
@@ -168,8 +170,7 @@ class Attempt:
 
     def _on_lines(self, host: HostConnection, rank: int, when: float, lines: list[str]) -> None:
         self.logs.write(rank, host.host, when, lines)
-        if self.job.step_timeout is not None:
-            self._detector.hear(time.monotonic())
+        self._detector.hear(time.monotonic())
         self.console.lines(rank, when, lines)
         if self._dump is not None:
             self._dump.add(rank, lines)
@@ -189,25 +190,25 @@ class Attempt:
             self._result.lost = self._result.lost or event
         for rank in host.ranks:
             self._running.pop(rank, None)
-        self._kill()
+        self.pool.kill()
 
     def _on_progress(self, records: Mapping[int, Record]) -> None:
-        now = time.monotonic()
+        now, when = time.monotonic(), time.time()
         for rank, record in records.items():
             self._detector.observe(rank, record, now)
-            if rank in self._running:
-                before = self._running[rank]
+            if (before := self._running.get(rank)) is not None:
                 still = (before.step, before.activity) == (record.entered, record.activity)
-                self._running[rank] = replace(
-                    before,
+                self._running[rank] = RankProcess(
+                    rank=rank,
+                    host=before.host,
                     pid=record.pid or before.pid,
                     step=record.entered,
                     activity=record.activity,
-                    moved=before.moved if still else time.time(),
+                    moved=before.moved if still else when,
                 )
-        if any(record.activity == "exit" for record in records.values()):
-            self._start_exit_timeout()
-        self._result.reached = max(self._result.reached, self._detector.reached)
+            if record.activity == "exit":
+                self._start_exit_timeout()
+            self._result.reached = max(self._result.reached, record.entered)
 
     def _on_code(self, host: HostConnection, files: Sequence[tuple[int, str, str, str]]) -> None:
         """End a start in which ranks run different sources; later it would cost more than it is worth."""
@@ -230,18 +231,20 @@ class Attempt:
     def _refuse(self, differs: CodeDiffers) -> None:
         fix = "all ranks must run the same code: let a change of it end, or bring it to all hosts"
         self._result.differs = replace(differs, text=f"{differs.text}; {fix}")
-        self._kill()
+        self.pool.kill()
 
     def _on_exit(self, end: RankExit) -> None:
         result = self._result
         self._exits.append(end)
         self._running.pop(end.rank, None)
         result.reached = max(result.reached, end.step)
+        if end.code in OK_CODES:
+            self._well.add(end.rank)
         if end.code not in OK_CODES:
             if not end.killed_by_us:
                 result.failed = result.failed or time.monotonic()
             if not is_drain(result):  # the agent of this rank does so by itself; this is for the others
-                self._kill(self.job.limits.usage_s if end.code == EXIT_USAGE else 0)
+                self.pool.kill(self.job.limits.usage_s if end.code == EXIT_USAGE else 0)
         elif not is_drain(result):  # nor after a failure: then no rank can hang any more
             self._detector.forget(end.rank)
             self._start_exit_timeout()
@@ -262,7 +265,7 @@ class Attempt:
             number, self._requests, time.monotonic(), batch_job=in_batch_job()
         ):
             self.console.info(f"{name}{' again' * again}: killing the ranks")
-            self._kill()
+            self.pool.kill()
         elif not again:
             grace = max(self.job.grace, ((host and self.pool.backend.left_s(host)) or 0.0) - END_S)
             self.console.info(f"{name}: the ranks get {round(grace, 1):g} s to save and exit; {AGAIN}")
@@ -290,7 +293,8 @@ class Attempt:
         self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
     def _on_clock(self, now: float) -> None:
-        self._note_silence(now)
+        if now - self._looked >= self.job.limits.heartbeat_s / 4:  # a clock: each look is one at all hosts
+            self._note_silence(now)
         if self._deadline is not None and now >= self._deadline:
             self._deadline = None
             self._result.late = True
@@ -301,9 +305,9 @@ class Attempt:
             if now >= self._dump.until:
                 self._end_dump(self._dump, now)
         elif now >= self._check_at:
-            self._check_at = now + CHECK_S
             self._note_progress(now)
             self._check_for_a_hang(now)
+            self._check_at = now + max(CHECK_S, 10 * (time.monotonic() - now))  # it looks at all ranks
 
     def _note_progress(self, now: float) -> None:
         """Keep the record of the job, and look at what others have found meanwhile."""
@@ -322,8 +326,7 @@ class Attempt:
             self._ask_for_stacks(hang, now)  # else nothing is known of its ranks: the limit of the host decides
 
     def _ask_for_stacks(self, hang: Hang | None, now: float) -> None:
-        living = sum(not host.done for host in self.pool.all)
-        self._dump = StackDump(hang=hang, until=now + self.job.limits.dump_s, hosts_left=living)
+        self._dump = StackDump(hang=hang, until=now + self.job.limits.dump_s, hosts_left=len(self.pool.at_work))
         if hang is not None and self.members is not None:
             self.members.write(hang, self._host_of(hang.rank).host)
             self._dump.until = self._dump.least = now + self.job.limits.members_s
@@ -383,7 +386,7 @@ class Attempt:
             self._result.hang = hang
         self._result.stack = dump.stacks.get(hang.rank, ())
         self._result.suspects = dump.suspects
-        self._kill()
+        self.pool.kill()
 
     def _end_late(self, dump: StackDump) -> None:
         """The time to end is over: kill the ranks that stay."""
@@ -398,21 +401,18 @@ class Attempt:
             )
             for rank, process in sorted(self._running.items())
         ]
-        self._kill()
+        self.pool.kill()
 
     def _has_ended(self, host: HostConnection) -> bool:
         """Whether all ranks of a host have ended well: then the end of its agent costs nothing."""
-        return set(host.ranks) <= {end.rank for end in self._exits if end.code in OK_CODES}
+        return self._well.issuperset(host.ranks)
 
     def _is_ending(self) -> bool:
         """Whether the ranks are about to end for another reason: that one has its own limits."""
-        failed = any(end.code not in OK_CODES for end in self._exits)
+        failed = len(self._well) < len(self._exits)
         result = self._result
         ends = (result.lost, result.requested, result.differs)
         return bool(failed or result.late or result.host_change) or any(end is not None for end in ends)
 
     def _host_of(self, rank: int) -> HostConnection:
         return next(host for host in self.pool.all if rank in host.ranks)
-
-    def _kill(self, after: float = 0) -> None:
-        self.pool.order({"type": "kill", "after": after}, within=after)

@@ -6,6 +6,7 @@ others wrote.
 """
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,33 +16,46 @@ from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.hang import Hang
 
+FOUND = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)\.json")
+"""The names of their files say what is compared: each of many launchers lists a folder, and reads one file at most."""
+
 
 class MemberHangs:
     """The hangs of one attempt, by the launchers of all hosts of a job.
 
     Args:
-        job: its `first_rank` names the file of this launcher.
+        job: its `first_rank` names the files of this launcher.
         attempt: its number; each attempt has files of its own.
     """
 
     def __init__(self, job: JobSpec, attempt: int) -> None:
         self._folder = job.log_dir
-        self._pattern = f".hang-{attempt}-*.json"
-        self._own = job.log_dir / f".hang-{attempt}-{job.first_rank}.json"
+        self._prefix, self._member = f".hang-{attempt}-", job.first_rank
+        self._clear()
+
+    def _clear(self) -> None:
+        """Take back what this launcher has told."""
         with suppress(OSError):
-            self._own.unlink(missing_ok=True)
+            for path in self._folder.glob(f"{self._prefix}{self._member}-*.json"):
+                path.unlink()
 
     def write(self, hang: Hang, host: str) -> None:
         """Tell the others what this launcher sees."""
-        _write(self._own, {**asdict(hang), "host": host})
+        self._clear()
+        name = f"{self._prefix}{self._member}-{hang.step}-{hang.rank}-{hang.tied}.json"
+        _write(self._folder / name, {**asdict(hang), "host": host})
 
     def first(self, hang: Hang, host: str) -> tuple[Hang, str]:
         """(the hang that all wait for, its host): that of the rank which has entered the fewest steps."""
-        others = [found for path in self._folder.glob(self._pattern) if path != self._own and (found := _read(path))]
-        behind = [found for found in others if found[0].step < hang.step]
-        if behind:
-            return min(behind, key=lambda found: (found[0].step, found[0].rank))
-        beside = sum(found[0].tied for found in others if found[0].step == hang.step)
+        found = [
+            FOUND.fullmatch(path.name.removeprefix(self._prefix)) for path in self._folder.glob(f"{self._prefix}*")
+        ]
+        seen = [tuple(map(int, match.groups())) for match in found if match]  # member, step, rank, how many are tied
+        others = [(step, rank, tied, member) for member, step, rank, tied in seen if member != self._member]
+        for step, rank, tied, member in sorted(one for one in others if one[0] < hang.step):
+            if (behind := _read(self._folder / f"{self._prefix}{member}-{step}-{rank}-{tied}.json")) is not None:
+                return behind
+        beside = sum(tied for step, _, tied, _ in others if step == hang.step)
         return replace(hang, tied=hang.tied + beside, alone=not others), host
 
 

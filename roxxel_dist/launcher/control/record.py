@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import socket
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -209,11 +209,11 @@ def read(path: Path) -> JobRecord | None:
 
 def write(record: JobRecord, path: Path) -> None:
     """Replace the record in a file. Raises OSError."""
-    write_file(path, json.dumps(asdict(record)) + "\n", sync=False)
+    write_file(path, json.dumps(record, default=vars) + "\n", sync=False)
 
 
 def from_values(values: Any, log_dir: str) -> JobRecord:
-    """The record that `dataclasses.asdict` made plain, found in a folder. Raises TypeError, ValueError or KeyError."""
+    """The record that `write` made plain, found in a folder. Raises TypeError, ValueError or KeyError."""
     if not isinstance(values, dict) or not RUN_ID.fullmatch(values["run_id"]):
         raise TypeError(f"no record of a job: {values!r}")
     known: dict[str, Any] = _fields_of(JobRecord, values) | {"log_dir": log_dir}

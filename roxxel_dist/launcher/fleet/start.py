@@ -7,7 +7,7 @@ from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.looks import note_return, watch
 from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Search, State
 from roxxel_dist.launcher.job.placement import working_hosts
-from roxxel_dist.launcher.preflight.checks import named
+from roxxel_dist.launcher.preflight.checks import named, once
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
 RETRY_S = 2.0
@@ -59,9 +59,8 @@ def answered(fleet: Fleet, search: Search, look: events.Look, event: events.Answ
     if _without_failed(fleet, search, report):
         ask(fleet)
         return
-    for result in report.findings:
-        if result.level == "warning":
-            fleet.say(f"warning: {result.text}")
+    for _, _, text in once(result for result in report.findings if result.level == "warning"):
+        fleet.say(f"warning: {text}")
     if report.passed:
         _start(fleet, search, look, report)
     else:

@@ -112,7 +112,7 @@ class Agent:
         self._progress_file = folder / "progress"
         self._folders = [str(folder), *([] if memory is None else [memory])]
         self._own = {progress.ENV: str(self._progress_file), **({} if memory is None else {MEMORY_ENV: memory})}
-        self._progress, self._total = -1, 0  # the descriptor and how many ranks the job has, from `start` on
+        self._progress = -1  # the descriptor, from `start` on
         self._ranks: list[Rank] = []
         self._programs: dict[int, RankCommand] = {}
         self._suspects: dict[str, str] = {}  # variables of the ranks that may keep them from others
@@ -136,7 +136,7 @@ class Agent:
         self._last_received = clock()
         self._echo = 0.0  # the time in the newest heartbeat, by the controller's clock
         self._lease: HostLease | None = None
-        self._draining = self._paused = self._writable = self._done = self._ended = False
+        self._draining = self._killed = self._paused = self._writable = self._done = self._ended = False
         self.why: str = ""  # why it ended before its ranks without an order
 
     def serve(self, orders: list[Message]) -> None:
@@ -248,7 +248,7 @@ class Agent:
         self._code.clear()
         self._new_code.clear()
         self._kill_at = None
-        self._draining = self._done = False
+        self._draining = self._killed = self._done = False
 
     def _take_lease(self, terms: Message) -> None:
         lease = self._lease = HostLease(terms, self._limits)
@@ -260,9 +260,8 @@ class Agent:
     def _start(self, order: Message) -> None:
         if "lease" in order:
             self._take_lease(order["lease"])
-        self._total = order["total"]
         self._stale = self._warms = False
-        self._progress = progress.create(self._progress_file, self._total)
+        self._progress = progress.create(self._progress_file, order["total"])
         self._programs = self._programs_of(order)
         self._note_environment()
         for number, program in self._programs.items():
@@ -382,9 +381,8 @@ class Agent:
         if self._lease is not None:
             self._lease.check(clock() - self._last_received, clock())
         moved = []
-        records = self._records()
         for rank in self._alive():
-            record = records[rank.number]
+            record = progress.read(self._progress, rank.number)
             if record != rank.reported:
                 rank.reported = record
                 moved.append((rank.number, asdict(record)))
@@ -393,13 +391,10 @@ class Agent:
             self._outbox.send({"type": "code", "files": self._new_code})
             self._new_code.clear()
 
-    def _records(self) -> list[progress.Record]:
-        return progress.read(self._progress, self._total) if self._total else []
-
     def _dump(self) -> None:
         """Have every rank that can write the stacks of its threads to its log."""
-        records = self._records()
-        dumps = [(rank.number, *ask_for_stack(records[rank.number].pid, rank.tree.pid)) for rank in self._alive()]
+        pids = {rank.number: progress.read(self._progress, rank.number).pid for rank in self._alive()}
+        dumps = [(rank.number, *ask_for_stack(pids[rank.number], rank.tree.pid)) for rank in self._alive()]
         self._outbox.send({"type": "dumped", "ranks": dumps, "suspects": self._suspects})
 
     def _alive(self) -> list[Rank]:
@@ -410,7 +405,7 @@ class Agent:
         self._kill_at = min(self._kill_at or math.inf, time.monotonic() + seconds)
 
     def _kill(self) -> None:
-        self._kill_at = None
+        self._kill_at, self._killed = None, True
         for rank in self._ranks:
             rank.killed_by_us = rank.killed_by_us or (
                 rank.code is None and rank not in self._exited and not is_ending(rank.tree.pid)
@@ -434,7 +429,7 @@ class Agent:
         exited: list[Rank] = []
         while self._exited and (code := self._exited[0].tree.code) is not None:
             rank = self._exited.popleft()
-            if rank.instead is not None and not (rank.killed_by_us or self._draining or self._kill_at is not None):
+            if rank.instead is not None and not (self._killed or self._draining or self._kill_at is not None):
                 fresh, place = self._start_rank(rank.number, rank.instead), self._ranks.index(rank)
                 self._ranks[place : place + 1] = [] if fresh is None else [fresh]
                 self._drop(rank)  # a spare that ended before it was the rank: no failure
@@ -453,7 +448,7 @@ class Agent:
                 "pid": rank.tree.pid,
                 "code": code,
                 "killed_by_us": rank.killed_by_us,
-                "step": self._records()[rank.number].entered,
+                "step": progress.read(self._progress, rank.number).entered,
             }
         )
 
@@ -536,7 +531,7 @@ class Agent:
         rank.pipe = -1
 
     def _tell_done(self) -> None:
-        if not self._total or self._done:
+        if self._progress < 0 or self._done:
             return
         ended = all(rank.code is not None and rank.output < 0 and rank.tree.is_empty for rank in self._ranks)
         if ended and all(rank.tree.is_empty for rank in self._dropped):

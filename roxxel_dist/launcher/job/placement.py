@@ -133,17 +133,18 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str], *, elasti
     order, the spare ones last; `present` are those that can be used now, in the same order, at least one. `elastic`: of
     all of them too only as many work as the program can use, for their number is no choice of the user.
     """
-    working = working_hosts(job, hosts)
+    working, there = working_hosts(job, hosts), {*present}
     needs = job.device_needs
     every = _devices_of(job, len(working)) * len(working)
     if len(present) >= len(working) and not (elastic and needs.refusal(every)):
         chosen = tuple(present[: len(working)])
-        missing = [host for host in working if host not in present]
-        instead = ", ".join(host for host in chosen if host not in working)
+        missing = [host for host in working if host not in there]
+        first = {*working}
+        instead = ", ".join(host for host in chosen if host not in first)
         note = f"going on without {', '.join(missing)}, with {instead} instead" if missing else ""
         return Assignment(hosts=chosen, job=job, note=note)
     procs = job.nprocs // len(working)
-    absent = [host for host in hosts if host not in present]
+    absent = [host for host in hosts if host not in there]
     devices = _devices_of(job, len(working)) // procs
     present = present[: len(working)]
     most, used, share = 0, len(present), devices  # if it can use no number of them, the program will say so
@@ -161,7 +162,7 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str], *, elasti
     missing = ", ".join(absent)
     note = f"{used * procs * share} of {len(working) * procs * devices} devices" + ("" if missing else " work")
     note = f"going on without {missing}: {note}" if missing else note
-    idle = {host: procs * (devices - share * (host in present[:used])) for host in present}
+    idle = {host: procs * (devices - share * (number < used)) for number, host in enumerate(present)}
     if names := [f"{host} ({count})" for host, count in idle.items() if count]:
         note += f"; idle: {', '.join(names)}; {needs.refusal(len(present) * procs * devices)}"
     return Assignment(hosts=tuple(present[:used]), job=smaller, note=note)

@@ -91,6 +91,10 @@ class HangDetector:
     times: StepTimes = field(default_factory=StepTimes)
     still_s: float = field(kw_only=True)
     _seen: dict[int, _Seen] = field(default_factory=dict)
+    _reporting: set[int] = field(default_factory=set)
+    """The living ranks that have reported anything."""
+    _heard: float = 0.0
+    """When a rank has printed something."""
     _looked: float | None = None
     _stood_still: bool = False
 
@@ -100,6 +104,8 @@ class HangDetector:
     def observe(self, rank: int, record: Record, now: float) -> None:
         """Take in the record of a rank, as it is at `now` (seconds of any clock that only grows)."""
         before = self._seen.get(rank)
+        if record.entered or record.activity:
+            self._reporting.add(rank)
         if before is None:
             self._seen[rank] = _Seen(record, now, record if record.activity == "step" else None)
             return
@@ -117,18 +123,12 @@ class HangDetector:
 
     def hear(self, now: float) -> None:
         """A rank has printed something: where none reports anything, it is the one sign that they go on."""
-        if self.step_timeout is not None and self._is_mute:
-            for seen in self._seen.values():
-                seen.since = now
+        self._heard = now
 
     def forget(self, rank: int) -> None:
         """This rank has ended."""
         self._seen.pop(rank, None)
-
-    @property
-    def reached(self) -> int:
-        """The largest step that a living rank has entered."""
-        return max((seen.record.entered for seen in self._seen.values()), default=0)
+        self._reporting.discard(rank)
 
     @property
     def finished(self) -> int | None:
@@ -161,7 +161,7 @@ class HangDetector:
     @property
     def _is_mute(self) -> bool:
         """Whether no rank has reported a thing: the program may be one that never does."""
-        return not any(seen.record.entered or seen.record.activity for seen in self._seen.values())
+        return not self._reporting
 
     def check(self, now: float) -> Hang | None:
         """The rank that everybody waits for, when its time is over. To be asked every second or so."""
@@ -170,6 +170,9 @@ class HangDetector:
             for seen in self._seen.values():
                 seen.since += now - self._looked
         self._looked, self._stood_still = now, still
+        if self._is_mute and self.step_timeout is not None:
+            for seen in self._seen.values():
+                seen.since = max(seen.since, self._heard)
         last, absent = self._last(now)
         if not last or (not absent and any(now - seen.since <= self._limit_of(seen) for seen in last.values())):
             return None

@@ -3,8 +3,10 @@
 Those that need further questions (the port, the run directory that hosts share) are in `run.py`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal
 
 from roxxel_dist.launcher.host.host_info import IS_FILE, LOCK, HostInfo, is_loopback
@@ -18,7 +20,10 @@ MIN_FREE_BYTES, ADVISED_FREE_BYTES = 1 << 18, 2 << 30
 MUST_MATCH = ("jax", "jaxlib")
 """Not roxxel-dist: ranks compare the code that they import, and an editable install has one version for ever."""
 MAX_NAMES = 8
-"""Hosts that a text names; of more it gives the count."""
+"""Hosts that a text names; of more it gives ranges, as in `h[001-192]`, and the count."""
+MOST_ALIKE = 3
+"""Hosts of which one cause is said for each; of more it is said of the first."""
+NUMBER = re.compile(r"(\d+)")
 ALLOWED = "where that is meant, as to try a job out, say --same-machine"
 
 
@@ -81,17 +86,24 @@ class CheckResult:
 
         `trusted` have worked together: among hosts that were compared they are right, or else the most.
         """
+        trusted = frozenset(trusted)
         if not self.groups:
-            strange = frozenset(self.hosts) - set(trusted)
+            strange = frozenset(self.hosts) - trusted
             one_of_two = len(self.hosts) > 1 and strange != frozenset(self.hosts)
             return strange if one_of_two else frozenset(self.hosts if len(self.hosts) == 1 else ())
         everyone = frozenset(host for group in self.groups for host in group)
-        known = [len(set(group) & set(trusted)) for group in self.groups]
+        known = [len(trusted.intersection(group)) for group in self.groups]
         if not any(known):
             known = [len(group) for group in self.groups]
         if known.count(max(known)) > 1:
-            return everyone - set(trusted) if everyone & set(trusted) else frozenset()
+            return everyone - trusted if everyone & trusted else frozenset()
         return everyone - set(self.groups[known.index(max(known))])
+
+
+def each_wrong(hosts: Iterable[str], wrong: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """The groups of a finding by which each of some hosts is wrong, and the others are right."""
+    some = {*wrong}
+    return (tuple(host for host in hosts if host not in some), *((host,) for host in wrong))
 
 
 def run_checks(requirements: Requirements, hosts: Hosts) -> list[CheckResult]:
@@ -104,8 +116,57 @@ def run_checks(requirements: Requirements, hosts: Hosts) -> list[CheckResult]:
 
 def named(hosts: Sequence[str]) -> str:
     """Host names for a text."""
-    rest = len(hosts) - MAX_NAMES
-    return ", ".join(hosts) if rest <= 1 else f"{', '.join(hosts[:MAX_NAMES])} and {rest} more"
+    parts = ranges(hosts) if len(hosts) > MAX_NAMES + 1 else [(host, 1) for host in hosts]
+    shown = parts if len(parts) <= MAX_NAMES + 1 else parts[:MAX_NAMES]
+    rest = len(hosts) - sum(count for _, count in shown)
+    return ", ".join(text for text, _ in shown) + f" and {rest} more" * bool(rest)
+
+
+def ranges(hosts: Sequence[str]) -> list[tuple[str, int]]:
+    """Names in which one number counts up, folded as SLURM writes them (`h[001-192]`), and how many each stands for."""
+    runs: list[tuple[list[str], list[str], int]] = []  # a first and a last name in parts, and which part counts
+    for host in hosts:
+        parts = NUMBER.split(host)
+        first, last, place = runs[-1] if runs else (parts, [""], -1)
+        found = _counts(last, parts)
+        if found >= 0 and place in (-1, found):
+            runs[-1] = first, parts, found
+        else:
+            runs.append((parts, parts, -1))
+    return [_folded(*run) for run in runs]
+
+
+def _counts(before: Sequence[str], after: Sequence[str]) -> int:
+    """Which part of a name, a number, is one more in the name behind it, where all others are equal; or -1."""
+    differ = [place for place, (one, other) in enumerate(zip(before, after, strict=False)) if one != other]
+    if len(before) != len(after) or len(differ) != 1 or differ[0] % 2 == 0:
+        return -1
+    one, other = before[differ[0]], after[differ[0]]
+    return differ[0] if other == str(int(one) + 1).zfill(len(one)) else -1
+
+
+def _folded(first: Sequence[str], last: Sequence[str], place: int) -> tuple[str, int]:
+    if place < 0:
+        return "".join(first), 1
+    numbers = f"[{first[place]}-{last[place]}]"
+    return "".join([*first[:place], numbers, *first[place + 1 :]]), int(last[place]) - int(first[place]) + 1
+
+
+def once(findings: Iterable["CheckResult"]) -> list[tuple[Level, str, str]]:
+    """Level, check and text of findings for people: what many hosts have alike is said of the first of them."""
+    causes: dict[tuple[object, ...], list[CheckResult]] = {}
+    for result in findings:
+        is_of_one = len(result.hosts) == 1 and not result.groups
+        words = NUMBER.sub("", result.text.replace(result.hosts[0], "")) if is_of_one else result.text
+        causes.setdefault((result.level, result.check, is_of_one, words), []).append(result)
+    rows: list[CheckResult] = []
+    for alike in causes.values():
+        if len(alike) > MOST_ALIKE and not alike[0].groups:
+            others = named([result.hosts[0] for result in alike[1:]])
+            rows.append(replace(alike[0], text=f"{alike[0].text}; the same on {others}"))
+        else:
+            rows += alike
+    return list(dict.fromkeys((result.level, result.check, result.text) for result in rows))
 
 
 def size(count: float) -> str:
@@ -237,16 +298,18 @@ def _data(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
 
 
 def _one_machine(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    for names in _groups(hosts, lambda info: info["machine"]).values():
-        twins = [same for same in _groups(hosts, lambda info: info["place"]).values() if len(same) > 1]
-        twins = [same for same in twins if same[0] in names and requirements.distinct]
-        for same in twins:
+    twins: dict[str, list[list[str]]] = {}
+    for same in _groups(hosts, lambda info: info["place"]).values() if requirements.distinct else ():
+        if len(same) > 1:
+            twins.setdefault(hosts[same[0]]["machine"], []).append(same)
+    for machine, names in _groups(hosts, lambda info: info["machine"]).items():
+        for same in twins.get(machine, ()):
             text = (
                 f"{named(same)} are one machine: the same one answers for each. Name each machine once, and see that "
                 f"what reaches them (--via, a ProxyCommand) leads to each; {ALLOWED}"
             )
             yield CheckResult("error", "machine", tuple(same), text)
-        if len(names) > 1 and not twins:
+        if len(names) > 1 and machine not in twins:
             text = f"{named(names)} are one machine: their ranks share its devices; name each machine once"
             yield CheckResult("warning", "host", tuple(names), text)
 
@@ -273,25 +336,31 @@ def rank_address(info: HostInfo) -> str | None:
     return None if address is None or is_loopback(address) else address
 
 
-def twins(hosts: Hosts, host: str) -> list[str]:
-    """The other machines whose own names mean the same address as that of a host, so that it leads to none of them."""
-    info, address = hosts[host], rank_address(hosts[host])
-    others = {name: other for name, other in hosts.items() if other["machine"] != info["machine"]}
-    return [name for name, other in others.items() if address is not None and rank_address(other) == address]
+def twins(hosts: Hosts) -> dict[str, list[str]]:
+    """Hosts of several machines whose own names mean one address, so that it leads to none of them; by host, all that
+    have it."""
+    found: dict[str, list[str]] = {}
+    for address, names in _groups(hosts, rank_address).items():
+        if address is not None and len({hosts[name]["machine"] for name in names}) > 1:
+            found |= dict.fromkeys(names, names)
+    return found
 
 
 def own_names(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     """Problems with hosts' own names: on CPU a rank sends the others the address that its host's name resolves to."""
 
-    good = []
+    good, same = [], twins(hosts)
     for host, info in hosts.items():
         name, addresses, address = info["name"], info["resolves"], rank_address(info)
-        same = twins(hosts, host)
-        if address and not same:
+        if address and host not in same:
             good.append(host)
             continue
         if address:
-            to = f"resolves to {address}, as that of {named(same)} does there, so that nobody finds the other"
+            others = (other for other in same[host] if hosts[other]["machine"] != info["machine"])
+            to = (
+                f"resolves to {address}, as that of {named(list(islice(others, MAX_NAMES)))} does there, so that "
+                "nobody finds the other"
+            )
         elif not addresses:
             to = "does not resolve"
         elif info["owned"]:

@@ -4,11 +4,11 @@ A device is slow if its best time is larger than `FACTOR` times the median of th
 and stays so when it is measured again. It is wrong if a sum of integers is not exact.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import glob
-from statistics import median
 from typing import Any, Protocol
 
 from roxxel_dist.cluster.extras import pip_install
@@ -148,8 +148,7 @@ class DeviceChecks:
         return self._suspects(list(doubtful))
 
     def _suspects(self, hosts: Sequence[str], part: float = 1.0) -> dict[str, list[CheckResult]]:
-        slow = {host: list(slow_devices(host, self.measured, part)) for host in hosts}
-        return {host: found for host, found in slow.items() if found}
+        return slow_devices(hosts, self.measured, part)
 
     def _good(self, hosts: Sequence[str]) -> CheckResult:
         times = [self.measured[host].times for host in hosts]
@@ -215,24 +214,36 @@ def unlike(measured: Mapping[str, Measured], hosts: Sequence[str]) -> Iterator[C
                 yield CheckResult("error", DEVICE, (host,), text, suspect=True)
 
 
-def slow_devices(host: str, measured: Mapping[str, Measured], part: float = 1.0) -> Iterator[CheckResult]:
-    """The devices of a host that are slower than the others, on all measured hosts of its kind, by 1 and this part of
-    the excess of the factor over 1."""
-    own = measured[host]
-    alike = {name: one for name, one in measured.items() if one.kind == own.kind}
-    factor = 1 + part * ((FACTOR_OF_CPU if own.kind[0] == "cpu" else FACTOR) - 1)
-    for (place, work), value in own.times.items():
-        others = [
-            other
-            for name, one in alike.items()
-            for (other_place, other_work), other in one.times.items()
-            if other_work == work and (name, other_place) != (host, place)
-        ]
-        if others and value > factor * median(others):
-            usual = median(others)
-            which = f"all devices need {value:.1f} ms" if place < 0 else f"device {place} needs {value:.1f} ms"
-            text = f"{host}: {which} for {NAMES[work]}, {value / usual:.1f} times the median of others ({usual:.1f} ms)"
-            yield CheckResult("warning", DEVICE, (host,), text, suspect=True)
+def slow_devices(
+    hosts: Sequence[str], measured: Mapping[str, Measured], part: float = 1.0
+) -> dict[str, list[CheckResult]]:
+    """By host, the devices that are slower than the others on all measured hosts of its kind, by 1 and this part of the
+    excess of the factor over 1."""
+    alike: dict[tuple[object, str], list[float]] = {}
+    for one in measured.values():
+        for (_, work), value in one.times.items():
+            alike.setdefault((one.kind, work), []).append(value)
+    for values in alike.values():
+        values.sort()
+    found: dict[str, list[CheckResult]] = {}
+    for host in hosts:
+        own = measured[host]
+        factor = 1 + part * ((FACTOR_OF_CPU if own.kind[0] == "cpu" else FACTOR) - 1)
+        for (place, work), value in own.times.items():
+            usual = _median_of_others(alike[own.kind, work], value)
+            if usual is not None and value > factor * usual:
+                which = f"all devices need {value:.1f} ms" if place < 0 else f"device {place} needs {value:.1f} ms"
+                times = f"{value / usual:.1f} times the median of others ({usual:.1f} ms)"
+                text = f"{host}: {which} for {NAMES[work]}, {times}"
+                found.setdefault(host, []).append(CheckResult("warning", DEVICE, (host,), text, suspect=True))
+    return found
+
+
+def _median_of_others(values: Sequence[float], value: float) -> float | None:
+    """The median of sorted values without this one of them; None where it is the only one."""
+    place, rest = bisect_left(values, value), len(values) - 1
+    middle = [values[number + (number >= place)] for number in {(rest - 1) // 2, rest // 2} if rest]
+    return sum(middle) / len(middle) if middle else None
 
 
 def _wrong(host: str, answer: Mapping[str, Any]) -> list[CheckResult]:

@@ -6,16 +6,19 @@ So each host listens at such an address, and the others connect to it; a result 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.preflight.checks import (
+    MOST_ALIKE,
     CheckResult,
     Hosts,
     Level,
     Requirements,
+    each_wrong,
     named,
     needs_own_names,
     rank_address,
@@ -77,18 +80,19 @@ def addresses(questions: Questions, requirements: Requirements, hosts: Hosts) ->
     A host from which no address leads to another one has no route. On CPU one whose own name has no address that
     others could reach has none for its ranks.
     """
-    asked = {}
+    asked, first = {}, next(iter(hosts))
+    second = next(name for name in hosts if hosts[name]["machine"] != hosts[first]["machine"])
     for host, info in hosts.items():
-        other = next(name for name in hosts if hosts[name]["machine"] != info["machine"])
+        other = first if info["machine"] != hosts[first]["machine"] else second
         towards = [hosts[other]["ssh_address"], other.rpartition("@")[2], *hosts[other]["resolves"]]
         asked[host] = {"ask": "addresses", "towards": [name for name in towards if name]}
     routes = {host: reply.get("addresses", []) for host, reply in questions.ask(asked).items()}
     ranks: dict[str, str] = {}
+    same = twins(hosts)
     for host, info in hosts.items():
         own = rank_address(info) if needs_own_names(requirements, info) else next(iter(routes.get(host, [])), None)
-        if own is not None and not twins(hosts, host):
+        if own is not None and host not in same:
             ranks[host] = own
-    first = next(iter(hosts))
     coordinators = list(dict.fromkeys([*routes.get(first, []), *(ranks[host] for host in [first] if host in ranks)]))
     return Addresses(coordinators=coordinators, ranks=ranks, routes=routes)
 
@@ -158,7 +162,7 @@ def _try(
     questions: Questions, places: Sequence[Endpoint], hosts: Sequence[str], nonce: str
 ) -> tuple[list[NoRoute], float, set[str]]:
     """Have hosts connect to places of others: those that failed, the slowest one (ms), and who has answered."""
-    targets = {host: [place for place in places if _reaches(hosts, host, place)] for host in hosts}
+    targets = _targets(places, hosts)
     asked = {
         host: {"ask": "connect", "places": [(place.address, place.port) for place in to], "nonce": nonce}
         for host, to in targets.items()
@@ -175,34 +179,75 @@ def _try(
     return failures, slowest, set(answers)
 
 
-def _reaches(hosts: Sequence[str], source: str, place: Endpoint) -> bool:
-    """Whether a host tries a place."""
-    if source == place.host or place.is_coordinator or len(hosts) <= ALL_PAIRS:
-        return source != place.host
-    apart = abs(hosts.index(source) - hosts.index(place.host))
-    apart = min(apart, len(hosts) - apart)
-    return apart & (apart - 1) == 0
+def _targets(places: Sequence[Endpoint], hosts: Sequence[str]) -> dict[str, list[Endpoint]]:
+    """The places that each host tries, in their order: the coordinator's, and those of others (see `ALL_PAIRS`)."""
+    if len(hosts) <= ALL_PAIRS:
+        return {host: [place for place in places if place.host != host] for host in hosts}
+    everywhere = [index for index, place in enumerate(places) if place.is_coordinator]
+    by_host: dict[str, list[int]] = {}
+    for index, place in enumerate(places):
+        by_host.setdefault(place.host, []).append(index)
+    steps = [1 << power for power in range(len(hosts).bit_length()) if 1 << power <= len(hosts) // 2]
+    targets: dict[str, list[Endpoint]] = {}
+    for number, host in enumerate(hosts):
+        near = {hosts[(number + sign * step) % len(hosts)] for step in steps for sign in (1, -1)}
+        indices = {*everywhere, *(index for name in near for index in by_host.get(name, ()))}
+        targets[host] = [places[index] for index in sorted(indices) if places[index].host != host]
+    return targets
 
 
 def _describe(failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, port: int | None) -> list[CheckResult]:
-    """A finding for each host that failures have in common, or for a pair of hosts where one alone cannot be named."""
-    results, rest = [], list(failures)
-    while rest:
-        parts = {host: [one for one in rest if host in (one.source, one.place.host)] for host in hosts}
-        worst, *others = sorted(hosts, key=lambda host: -len(parts[host]))
-        part = parts[worst]
-        of_two = len(part) == len(parts[others[0]])  # which of the two it is cannot be known
-        blamed = (part[0].source, part[0].place.host) if of_two else (worst,)
+    """A finding for each host that failures have in common, or for a pair of hosts where one alone cannot be named. A
+    cause that more than `MOST_ALIKE` hosts share is one finding."""
+    causes: dict[tuple[Level, str, str], list[tuple[tuple[str, ...], str, str]]] = {}
+    for blamed, worst, part in _parts(failures, list(hosts)):
         lost = [one for one in part if one.size]  # it is tried in both directions, whichever of them connects
-        into = [one for one in part if one.place.host == worst and one not in lost]
-        for one_way in (into, [one for one in part if one not in into + lost]):
+        rest = [one for one in part if not one.size]
+        into = [one for one in rest if one.place.host == worst]
+        for one_way in (into, [one for one in rest if one.place.host != worst]):
             if one_way:
                 check, level, text = _text(one_way, hosts, addresses, port)
-                results.append(CheckResult(level, check, blamed, text))
+                causes.setdefault((level, check, _reason(one_way[0].why)), []).append((blamed, worst, text))
         if lost:
-            results.append(CheckResult(_level(lost, hosts), _check(lost[0]), blamed, _text_of_lost(worst, lost)))
-        rest = [one for one in rest if one not in part]
+            cause = _level(lost, hosts), _check(lost[0]), f"size {lost[0].size}"
+            causes.setdefault(cause, []).append((blamed, worst, _text_of_lost(worst, lost)))
+    results: list[CheckResult] = []
+    for (level, check, _), found in causes.items():
+        some = {worst for _, worst, _ in found}
+        if len(some) <= MOST_ALIKE:
+            results += [CheckResult(level, check, blamed, text) for blamed, _, text in found]
+            continue
+        every = tuple(host for host in hosts if host in some)
+        text = f"{found[0][2]}; the same with other hosts: in all with {named(every)}"
+        certain = {host for blamed, _, _ in found if len(blamed) == 1 for host in blamed}
+        groups = each_wrong(hosts, certain) if 2 * len(certain) < len(hosts) else ()  # else it is no fault of theirs
+        results.append(CheckResult(level, check, every, text, groups))
     return results
+
+
+def _parts(failures: Sequence[NoRoute], hosts: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str, list[NoRoute]]]:
+    """Failures by the host that most of those that are left have in common: whom to blame, that host, the failures."""
+    of_host: dict[str, dict[int, NoRoute]] = {}
+    for index, one in enumerate(failures):
+        for host in {one.source, one.place.host}:
+            of_host.setdefault(host, {})[index] = one
+    order = {host: number for number, host in enumerate(hosts)}
+    heap = [(-len(mine), order[host], host) for host, mine in of_host.items()]
+    heapify(heap)
+    while heap:
+        count, _, worst = heappop(heap)
+        part = of_host[worst]
+        if len(part) != -count:  # it has become less
+            if part:
+                heappush(heap, (-len(part), order[worst], worst))
+            continue
+        found = list(part.values())
+        others = {host for one in found for host in (one.source, one.place.host)} - {worst}
+        is_certain = any(len(of_host[other]) < len(part) for other in others)
+        yield ((worst,) if is_certain else (found[0].source, found[0].place.host)), worst, found
+        for index, one in tuple(part.items()):
+            for host in {one.source, one.place.host}:
+                del of_host[host][index]
 
 
 def _text(failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, port: int | None) -> tuple[str, Level, str]:

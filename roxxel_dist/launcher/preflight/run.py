@@ -3,6 +3,7 @@
 The controller asks all hosts at once, in a few rounds: the agents that it starts there, or itself for this machine.
 """
 
+import os
 import resource
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -18,8 +19,10 @@ from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
     Requirements,
     are_one_machine,
+    each_wrong,
     launchers,
     named,
+    once,
     own_names,
     requirements_of,
     run_checks,
@@ -32,6 +35,8 @@ from roxxel_dist.launcher.transport.questions import HostQuestions
 LOOPBACK = "127.0.0.1"
 FILES, FILES_A_HOST = 64, 16
 """Open files of a launcher: three pipes a host, and the logs of up to eight ranks there."""
+FILES_A_RANK, PROCESSES, PROCESSES_A_RANK = 8, 64, 4
+"""Of a rank on this machine: its log, pipes and processes. Of a host, a client, and perhaps a ProxyCommand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +67,27 @@ class PreflightReport:
     @property
     def only_starts(self) -> bool:
         """Whether nothing speaks against a start but hosts that may still start themselves."""
-        return bool(self.starting) and len(self.problems) == len(self.starting)
+        is_wrong = any(result.level == "error" for result in self.findings)
+        return bool(self.starting) and not is_wrong and len(self.unreachable) == len(self.starting)
 
     @property
     def suspects(self) -> dict[str, str]:
         """The hosts whose devices did not pass, and why."""
-        suspects = [result for result in self.findings if result.suspect]
-        texts = {result.hosts[0]: [one.text for one in suspects if one.hosts == result.hosts] for result in suspects}
+        texts: dict[str, list[str]] = {}
+        for result in self.findings:
+            if result.suspect:
+                texts.setdefault(result.hosts[0], []).append(result.text)
         return {host: "; ".join(found) for host, found in texts.items()}
 
     @property
     def problems(self) -> list[str]:
-        """What speaks against a start, each for people."""
-        gone = [f"host {host} cannot be used: {why}" for host, why in self.unreachable.items()]
-        return [*dict.fromkeys(result.text for result in self.findings if result.level == "error"), *gone]
+        """What speaks against a start, for people: each cause once."""
+        gone = [
+            CheckResult("error", "host", (host,), f"host {host} cannot be used: {why}")
+            for host, why in self.unreachable.items()
+        ]
+        errors = [result for result in self.findings if result.level == "error"]
+        return [text for _, _, text in once([*errors, *gone])]
 
     def covers(self, hosts: Sequence[str]) -> bool:
         """Whether these are among its hosts, with the same first one."""
@@ -83,7 +95,8 @@ class PreflightReport:
 
     def blamed(self, trusted: Collection[str] = ()) -> frozenset[str]:
         """The hosts without which the others may pass, as far as it is known; see `CheckResult.blamed`."""
-        errors = [result.blamed(trusted) for result in self.findings if result.level == "error"]
+        known = frozenset(trusted)
+        errors = [result.blamed(known) for result in self.findings if result.level == "error"]
         return frozenset(self.unreachable).union(*errors)
 
 
@@ -100,6 +113,8 @@ def check_job_hosts(
 ) -> PreflightReport:
     """Check the hosts of a job, in the order of the ranks; see `check_hosts`."""
     is_here = backend.is_local and len(hosts) == 1
+    if is_here and (problem := allow_hosts(1, job.nprocs)):
+        return PreflightReport(findings=[CheckResult("error", "limits", tuple(hosts), problem)])
     requirements = requirements_of(job, backend.environment, writes=is_here)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
         requirements = replace(requirements, data_path=None, compare=not is_here)
@@ -130,8 +145,8 @@ def check_hosts(
         is_waiting = pool is not None and is_wanted_here(devices)  # for seconds, in which somebody may press Ctrl-C
         if backend.is_local and len(hosts) == 1 and not is_waiting:
             return _check(requirements, backend, hosts, port, _ThisMachine(held), busy, devices, None)
-        if problem := allow_open_files(len(hosts)):
-            return PreflightReport(findings=[CheckResult("error", "open files", tuple(hosts), problem)])
+        if problem := allow_hosts(len(hosts)):
+            return PreflightReport(findings=[CheckResult("error", "limits", tuple(hosts), problem)])
         requirements = replace(requirements, distinct=not backend.same_machine)
         questions = HostQuestions(pool or held.enter_context(HostPool(backend)))
         return _check(requirements, backend, hosts, port, questions, busy, devices, known)
@@ -223,23 +238,28 @@ def _shared(questions: Questions, hosts: Sequence[str], run_dir: str | None) -> 
         f"{run_dir} on {named(blind)} is not the folder that {first} has: checkpoints need one that all hosts share; "
         "name one on a file system that all have mounted with --run_dir"
     )
-    seeing = tuple(host for host in hosts if host not in blind)
-    return [CheckResult("error", "run directory", tuple(blind), text, (seeing, *((host,) for host in blind)))]
+    return [CheckResult("error", "run directory", tuple(blind), text, each_wrong(hosts, blind))]
 
 
-def allow_open_files(hosts: int) -> str:
-    """Raise this process's own limit of open files as far as it may; why it is too low for so many hosts, or ""."""
-    needed = FILES + FILES_A_HOST * hosts
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:  # what is counted here is the least
+def allow_hosts(hosts: int, ranks: int = 0) -> str:
+    """Raise this process's own limits of open files and processes where they are too low for so many hosts, or for
+    ranks on this one; if they may not be so high, which it is and what raises it, else ""."""
+    limits = (
+        (resource.RLIMIT_NOFILE, "open files", "n", "nofile", FILES + FILES_A_HOST * hosts + FILES_A_RANK * ranks),
+        (resource.RLIMIT_NPROC, "processes", "u", "nproc", PROCESSES + 2 * hosts + PROCESSES_A_RANK * ranks),
+    )
+    for kind, what, letter, name, needed in limits:
+        soft, hard = resource.getrlimit(kind)
+        is_free = soft == resource.RLIM_INFINITY or (kind == resource.RLIMIT_NPROC and os.geteuid() == 0)
+        if is_free or soft >= needed:
+            continue
         with suppress(ValueError, OSError):  # the kernel has a lower limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            return allow_open_files(hosts)
-    if resource.RLIM_INFINITY in (soft, hard) or soft >= needed:
-        return ""
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        return (
-            f"{hosts} hosts need up to {needed} open files here, and this machine allows {hard} (`ulimit -Hn`): "
-            f"raise the limit, or use fewer hosts"
-        )
+            resource.setrlimit(kind, (hard, hard))
+        allowed = resource.getrlimit(kind)[0]
+        if allowed != resource.RLIM_INFINITY and allowed < needed:
+            return (
+                f"{f'{ranks} ranks' if ranks else f'{hosts} hosts'} need up to {needed} {what} here, and this machine "
+                f"allows {allowed} (`ulimit -H{letter}`): raise the limit (`sudo prlimit --pid $$ --{name}={needed}`), "
+                f"or use fewer {'ranks' if ranks else 'hosts'}"
+            )
     return ""

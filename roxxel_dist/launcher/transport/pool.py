@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Self
@@ -98,6 +98,8 @@ class HostConnection:
         self.fd: int = stdout.fileno()
         self.error_fd: int = stderr.fileno()
         self._outbox = Outbox(self.order_fd)
+        self.backlog: set[HostConnection] = set()
+        """Of its pool: those with orders for which the pipe has had no room."""
         self._is_new = True
         self.decoder: Decoder = Decoder(self.nonce)
         self._lines = LineSplitter()
@@ -119,6 +121,7 @@ class HostConnection:
                 )
                 self._is_new = False
             self._outbox.flush()
+            (self.backlog.add if self.waiting else self.backlog.discard)(self)
 
     @property
     def last_words(self) -> str:
@@ -222,6 +225,12 @@ class HostPool:
             self._select.register(wake, selectors.EVENT_READ)
         self._heartbeat: threading.Thread | None = None
         self._ending = threading.Event()
+        self._at_work: set[HostConnection] = set()
+        """Those from which something is expected in this attempt."""
+        self._backlog: set[HostConnection] = set()
+        """Those with orders that wait for room; a heartbeat may add one, from its thread."""
+        self._kill_at: float | None = None
+        """When the ranks are killed, as it was ordered."""
         self._kill_by: float | None = None
         self._looked = 0.0
         self._lease_s: float | None = None
@@ -247,7 +256,7 @@ class HostPool:
     def are_connected(self, hosts: Collection[str]) -> bool:
         """Whether any of these hosts still sends."""
         now = time.monotonic()
-        links = [link for link in self.all if link.host in hosts]
+        links = [self._by_host[host] for host in hosts if host in self._by_host]
         return any(not link.lost and now - link.last_seen <= self.limits.silent_s for link in links)
 
     def is_woken(self, wait_s: float) -> bool:
@@ -269,10 +278,13 @@ class HostPool:
 
     def _add(self, link: HostConnection) -> None:
         self._by_host[link.host] = link
+        link.backlog = self._backlog
+        link.send()  # on with what waits
         for fd in (link.fd, link.error_fd):
             self._select.register(fd, selectors.EVENT_READ, link)
 
     def _unregister(self, link: HostConnection) -> None:
+        self._backlog.discard(link)
         for fd in (link.fd, link.error_fd, link.order_fd):
             if fd in self._select.get_map():
                 self._select.unregister(fd)
@@ -306,11 +318,12 @@ class HostPool:
         self._lease_s = max(job.host_lease, self.limits.silent_s) if self.backend.is_remote else None
         lease = {"limit": self._lease_s, "hosts": len(placed), "token": secrets.token_hex(16), "address": address}
         self._looked = time.monotonic()  # no heartbeat was expected since the last question
-        self._kill_by = None
+        self._kill_at = self._kill_by = None
         for index, place in enumerate(placed):
             link = self.connect(place.host)
             link.ranks, link.last_seen, link.ready = list(place.ranks), time.monotonic(), link.started
             link.started, link.done, link.echoed, link.leased = True, False, link.last_seen, False
+            self._at_work.add(link)
             more: Message = {"key": key} if job.is_restartable else {}
             if self._lease_s is not None:
                 more["lease"] = {**lease, "index": index}
@@ -325,23 +338,26 @@ class HostPool:
         self._looked = time.monotonic()
         for place in placed:
             link = self.connect(place.host)
-            link.started = link.done = True
+            link.started = True
+            self._end_work(link)
             link.echoed = link.last_seen = time.monotonic()
             link.send({"type": "warm", **_ranks_of(job, place), "key": key, "spares": job.warm_spares})
         self._begin_heartbeat()
 
     def adopt(self, other: "HostPool", hosts: Collection[str]) -> None:
         """Take over the programs that another pool has on these hosts, in the place of own ones there."""
-        links = [link for link in other.all if link.host in hosts and not link.lost]
+        names = {*hosts}
+        links = [link for link in other.all if link.host in names and not link.lost]
         for link in links:
             other.release(link)
-        self.disconnect([link for link in self.all if link.host in {link.host for link in links}])
+        self.disconnect([self._by_host[link.host] for link in links if link.host in self._by_host])
         for link in links:
             self._add(link)
 
     def release(self, link: HostConnection) -> None:
         """Have no more to do with a program."""
         del self._by_host[link.host]
+        self._at_work.discard(link)
         self._unregister(link)
 
     def _begin_heartbeat(self) -> None:
@@ -364,18 +380,27 @@ class HostPool:
                         info(f"no heartbeat was sent to host {link.host} ({said}); the next one is sent in any case")
 
     @property
-    def done(self) -> bool:
-        """Whether every agent has ended its work, or is lost."""
-        return all(link.done for link in self.all)
+    def at_work(self) -> Set[HostConnection]:
+        """The agents that have not ended their work, and are not lost."""
+        return self._at_work
 
     def order(self, message: Message, within: float | None = None) -> None:
-        """Tell all of them. `within`: seconds in which all ranks have to be gone after it."""
+        """Tell all that are at work. `within`: seconds in which all ranks have to be gone after it."""
         if within is not None:
             end = time.monotonic() + within + self.limits.kill_s
             self._kill_by = end if self._kill_by is None else min(self._kill_by, end)
-        for link in self.all:
-            if not link.done:
-                link.send(message)
+        for link in self._at_work:
+            link.send(message)
+
+    def kill(self, after: float = 0) -> None:
+        """Have all ranks killed in so many seconds: an order to each host, and another one only for an earlier moment.
+
+        The end of each rank asks for it, also of those that it has ended.
+        """
+        at = time.monotonic() + after
+        if self._kill_at is None or at < self._kill_at:
+            self._kill_at = at
+            self.order({"type": "kill", "after": after}, within=after)
 
     def events(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | HostLost | str] | tuple[None, None]]:
         """The events that arrive together, after waiting for at most `wait_s` seconds; (None, None) for `wake`.
@@ -396,7 +421,9 @@ class HostPool:
                 if isinstance(event, dict):
                     self._take_note(link, event)
                 yield link, event
-        yield from self._check_timeouts(time.monotonic())
+        now = time.monotonic()
+        if now - self._looked >= self.limits.heartbeat_s / 4:  # a clock: each look is one at all hosts
+            yield from self._check_timeouts(now)
 
     def silence(self, now: float) -> float:
         """Seconds since any host sent something; 0 where no link can be cut, and while none has sent a word yet."""
@@ -411,7 +438,7 @@ class HostPool:
         """Act on what concerns the link itself."""
         match message:
             case {"type": "done"}:
-                link.done = True
+                self._end_work(link)
             case {"type": "progress", "echo": sent}:
                 link.echoed = max(link.echoed, sent)
                 if time.monotonic() - link.echoed < self.limits.common_s:
@@ -429,12 +456,9 @@ class HostPool:
         A message, a line of stderr, EOFError if a program has ended, or closed its stdout, ValueError for an invalid
         message.
         """
-        for link in self.all:
-            blocked = link.order_fd in self._select.get_map()
-            if link.waiting and not link.lost and not blocked:  # the pipe has had no room for its orders
+        for link in tuple(self._backlog):
+            if not link.lost and link.order_fd not in self._select.get_map():
                 self._select.register(link.order_fd, selectors.EVENT_WRITE, link)
-            elif blocked and not link.waiting:
-                self._select.unregister(link.order_fd)
         for key, _ in self._select.select(wait_s):
             link: HostConnection | None = key.data
             if link is None:
@@ -443,6 +467,8 @@ class HostPool:
                 continue
             elif key.fd == link.order_fd:
                 link.send()
+                if not link.waiting:
+                    self._select.unregister(link.order_fd)
             else:
                 yield from ((link, event) for event in self._read(link, key.fd))
 
@@ -472,8 +498,8 @@ class HostPool:
 
     def _ended(self, link: HostConnection) -> HostLost:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
-        link.done = True
-        self.order({"type": "kill", "after": 0}, within=0)  # the others, before anybody waits for an ssh that lingers
+        self._end_work(link)
+        self.kill()  # the others, before anybody waits for an ssh that lingers
         code = link.wait(self.limits.agent_end_s if link.gone is None else self.limits.linger_s)
         if code is None:
             code = link.process.wait()
@@ -523,8 +549,13 @@ class HostPool:
 
     def forget(self, link: HostConnection) -> None:
         """Take no more from a program: it is lost."""
-        link.done = link.lost = True
+        self._end_work(link)
+        link.lost = True
         self._unregister(link)
+
+    def _end_work(self, link: HostConnection) -> None:
+        link.done = True
+        self._at_work.discard(link)
 
     def _check_timeouts(self, now: float) -> Iterator[tuple[HostConnection, HostLost]]:
         """Declare hosts lost whose agent was silent beyond its limit, or whose killed ranks are not gone in time."""
@@ -539,9 +570,7 @@ class HostPool:
         if living and (stood_still or now - max(link.echoed for link in living) > self.limits.common_s):
             for link in living:
                 link.leased = True
-        for link in self.all:
-            if link.done:
-                continue
+        for link in tuple(self._at_work):
             limit = self._limit_s(link)
             if now - link.last_seen > limit:
                 link.process.kill()

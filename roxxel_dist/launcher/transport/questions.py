@@ -2,6 +2,7 @@
 
 import ipaddress
 import itertools
+import math
 import os
 import random
 import re
@@ -20,8 +21,9 @@ from roxxel_dist.launcher.transport.near_end import NearEnd
 from roxxel_dist.launcher.transport.pool import PROBE_END_S, HostConnection, HostPool
 from roxxel_dist.launcher.transport.words import DENIED, KEY_COMMAND, PLUGIN, shortened
 
-AT_ONCE = 32
-"""So many hosts are asked at the same time: each may have to be reached first, and a network has its own limits."""
+FIRST_ROOM, AT_ONCE = 32, 512
+"""So many hosts are connected to at the same time at first, one more for each that answers until one is refused (a
+bastion, an API server), and so many are asked at the same time at most."""
 RETRY_S, RETRY_MOST_S = 0.25, 5.0
 """The first pause after a refused connection, and the longest one; each is twice the last, and half of it is random."""
 REFUSALS = 8
@@ -79,7 +81,7 @@ class HostQuestions:
         self.starting: list[str] = []
         """Those of them that may still start, by the words of their servers."""
         self._pool = pool
-        self._room: float = AT_ONCE
+        self._room: float = min(FIRST_ROOM, AT_ONCE)
         """How many hosts may be connected to at the same time: fewer where a server refuses some."""
         self._narrowed = 0
         """The last question when the room was made smaller."""
@@ -101,8 +103,10 @@ class HostQuestions:
         turn = _Round(questions, limit_s, limits.silent_s, unasked)
         while turn.unasked or turn.waiting or turn.refusals:
             now = time.monotonic()
-            again = [host for host, refused in turn.refusals.items() if refused.again <= now]
-            turn.unasked.extend(host for host in again if host not in turn.unasked)
+            for host, refused in turn.refusals.items():
+                if refused.again <= now:
+                    refused.again = math.inf  # until it is asked
+                    turn.unasked.append(host)
             if self._has_room(turn):  # one in a turn: answers are not to wait for the start of others
                 self._ask_next(turn, now)
             for link, event in self._pool.ready(self._wait_s(turn)):
@@ -133,8 +137,7 @@ class HostQuestions:
             turn.waiting[link] = turn.refusals[host].again = turn.refusals[host].until
 
     def _wait_s(self, turn: _Round) -> float:
-        again = [refused.again for host, refused in turn.refusals.items() if host not in turn.unasked]
-        ends = [*turn.waiting.values(), *again]
+        ends = [*turn.waiting.values(), *(refused.again for refused in turn.refusals.values())]
         return 0.0 if self._has_room(turn) or not ends else max(0.0, min(ends) - time.monotonic())
 
     def _take(self, turn: _Round, link: HostConnection, event: Message | str | Exception | None) -> None:
@@ -156,7 +159,7 @@ class HostQuestions:
             self._give_up(link, why)
         elif isinstance(event, dict) and "type" not in event and event.pop("id", None) == link.question:
             turn.answers[link.host] = event | {"received": time.time()}
-            self._room += 1 / self._room  # as many more in each round, until a connection is refused
+            self._room += 1 / self._room if self._narrowed else 1  # a round later one more, or twice as many
         else:
             return
         turn.refusals.pop(link.host, None)
