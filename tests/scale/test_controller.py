@@ -3,12 +3,16 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from pretended import LINEAR, PretendedJob, cpu_of, exponent
 
 from roxxel_dist.cluster import progress
 from roxxel_dist.launcher.control import record
+from roxxel_dist.launcher.fleet import events
+from roxxel_dist.launcher.fleet.driver import Driver
 
 SIZES = [(32, 256), pytest.param((125, 1000), marks=pytest.mark.long)]
 RANKS = 8
@@ -88,3 +92,24 @@ def test_the_record_of_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert saved is not None
         assert saved == job.recorder.entry
         assert [rank.step for rank in saved.ranks] == [0] * 24 + [9] * 8
+
+
+@pytest.mark.parametrize("grow_after", [None, 0, 5])
+def test_hosts_join_after_a_step_that_no_attempt_has_done(grow_after: int | None, tmp_path: Path) -> None:
+    """Else each change would begin the same steps again. A program that is not known to report steps is asked at once,
+    and like the others once it has reported one."""
+    drain = events.Drain(why="a host joins", then="the job goes on with it")
+    fleet = SimpleNamespace(drain=lambda *, joins_too: drain, tick=lambda: None)
+    with PretendedJob(2, 1, tmp_path) as job:
+        job.attempt.grow_after, job.attempt.fleet = grow_after, cast("Driver", fleet)
+        stops = []
+        for done in (None, 0, grow_after or 0, (grow_after or 0) + 1):
+            for host in range(2) if done is not None else ():
+                job.report(host, done + 1)
+            job.orders()
+            job.attempt._check_at = job.attempt._looked = 0.0  # the next turn looks at all clocks
+            job.turn()
+            stops.append(job.orders()["stop"])
+            job.attempt._result.host_change = ""
+    first = 2 if grow_after is None else 0
+    assert stops == [first, 0, 0, 2], stops
