@@ -11,7 +11,7 @@ from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import Assignment, assign, working_hosts
-from roxxel_dist.launcher.job.spec import LAST_PORT, JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.restart import AttemptSummary
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
@@ -179,7 +179,7 @@ class Fleet:
     def port(self) -> int | None:
         """The coordinator's port in the next attempt; None: a free one."""
         number = len(self.attempts) + (self.search is None)
-        return None if self.given.port is None else min(self.given.port + number, LAST_PORT)
+        return None if self.given.port is None else self.given.port + number % (self.given.max_restarts + 1)
 
     @property
     def wanted_now(self) -> tuple[str, ...]:
