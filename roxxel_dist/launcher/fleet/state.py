@@ -31,7 +31,7 @@ class State(Enum):
     WORKING = "has ranks"
     SPARE = "there, and without ranks"
     LEAVING = "has ranks, and is to leave the job"
-    ASIDE = "a member that works only where too few others are there"
+    ASIDE = "a member that works, for a day, only where too few others are there"
 
 
 SEARCH = "a search"
@@ -127,7 +127,7 @@ class Fleet:
     said: frozenset[tuple[str, str]] = frozenset()
     """What people have read, and of what."""
     note: str = ""
-    """That of the last assignment."""
+    """The last one of an assignment that people have read; empty where all hosts work."""
     cores: int | None = None
     todo: list[events.Do] = field(default_factory=list)
     """What is to be done after the event that made it."""
@@ -203,6 +203,8 @@ class Fleet:
 
     def are(self, state: State) -> tuple[str, ...]:
         """The candidates in this state."""
+        if all(host.state is not state for host in self.hosts.values()):  # nearly always
+            return ()
         return tuple(host.name for host in self.candidates if host.state is state)
 
     def in_order(self, hosts: Collection[str]) -> tuple[str, ...]:
@@ -253,7 +255,7 @@ class Fleet:
     def move(self, names: Iterable[str], state: State, **values: Any) -> None:
         """Hosts come to this state."""
         for name in names:
-            host = self.hosts.get(name, Host(name=name, since=self.now))
+            host = self.hosts.get(name) or Host(name=name, since=self.now)
             since = host.since if host.state is state else self.now
             self.hosts[name] = replace(host, state=state, since=since, **values)
 
