@@ -212,7 +212,7 @@ class Simulation:
                     self._pass(self.now + (ASK_S if all(map(self.is_up, look.assignment.hosts)) else AWAY_S))
                     todo = self.step(self._answer(look))
                 case events.Wait(seconds=seconds):
-                    self._pass(self.now + seconds)
+                    self._pass(max(self.now + seconds, self._change))
                     todo = self.step(events.Tick())
                 case events.Start(wait_s=seconds) as start:
                     self._pass(self.now + seconds)
@@ -224,6 +224,13 @@ class Simulation:
                 case do:
                     raise AssertionError(f"nobody is waited for: {do}")
         return None
+
+    @property
+    def _change(self) -> float:
+        """Until when waiting changes nothing: a host comes or goes, or the time for it is over."""
+        then = [until for until in self._away.values() if until > self.now]
+        then += [self._next.at] if self._next is not None else []
+        return min([*then, self.fleet.search.deadline if self.fleet.search is not None else 0.0])
 
     def _answer(self, do: events.Look | events.Warm) -> events.Answered | events.Warmed:
         """What the hosts say by now."""
