@@ -127,7 +127,7 @@ class Pace:
             return self.base, self.base
         aligned = self.base // self.every * self.every  # where a cycle of steps and a save would have begun
         passed = now - self.begun + (self.base - aligned) * self.step_s
-        cycles, rest = divmod(passed + 1e-9, self.every * self.step_s + self.save_s)
+        cycles, rest = divmod(passed + 1e-6, self.every * self.step_s + self.save_s)
         saved = aligned + int(cycles) * self.every
         return saved + min(self.every, int(rest / self.step_s)), max(self.base, saved)
 
