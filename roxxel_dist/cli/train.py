@@ -21,6 +21,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFL
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.place.directory import CONFIG
+from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.usage_errors import usage_errors
 
 
@@ -143,6 +144,21 @@ class PlanArgs(ConfigArgs):
     """Memory of a device, in GB of 10^9 bytes. Default: the value that the device reports."""
     arrays: bool = False
     """One line for every array of parameters: its shape and its sharding."""
+    mtbf: float | None = None
+    """Print what failures cost instead, by a simulation of the launcher: mean days between two failures of a host. With
+    --hosts."""
+    hosts: int | None = None
+    """With --mtbf: number of hosts, the spare ones too."""
+    spare_hosts: int = 0
+    """With --mtbf: how many of them are spare."""
+    repair_hours: float = 2.0
+    """With --mtbf: hours until a lost host is back."""
+    step_s: float | None = None
+    """With --mtbf: seconds of a step. Default: as the run measured it."""
+    save_s: float | None = None
+    """With --mtbf: seconds that training stands still for a checkpoint. Default: as measured, or 0."""
+    start_s: float | None = None
+    """With --mtbf: seconds from a start to the first step. Default: as measured, or 60."""
     costs: bool = False
     """With --target: where the time of a training step would go, by part: milliseconds, FLOPs, bytes, kernels."""
     layouts: bool = False
@@ -160,6 +176,10 @@ def plan(words: list[str]) -> int:
         args, config = parse_config(
             PlanArgs, words[1:] if run else words, "plan", saved if os.path.exists(saved) else None
         )
+        if args.mtbf is not None:
+            return _plan_failures(args, args.mtbf, config, run)
+        if args.hosts is not None:
+            raise UserError(f"--hosts {args.hosts}: --hosts is for --mtbf DAYS; without it give --devices")
         if args.costs and args.target is None:
             raise UserError(
                 "costs is True, and there is no target: give --target too, such as v5e:4x4 or h100:1x8, because its "
@@ -209,6 +229,27 @@ def plan(words: list[str]) -> int:
         sys.stdout.flush()
     if result.problems:
         raise UserError("\n".join(result.problems))
+    return 0
+
+
+def _plan_failures(args: PlanArgs, mtbf: float, config: Config, run: str | None) -> int:
+    """Print what failures of hosts cost a run."""
+    from roxxel_dist.run.estimate.failures import Cluster, estimate_failures, failure_table
+
+    if args.hosts is None:
+        raise UserError(f"--mtbf {mtbf:g}: of how many hosts? Give --hosts too, for example --hosts 16")
+    names = ("hosts", "spare_hosts", "repair_hours", "step_s", "save_s", "start_s")
+    cluster = Cluster(mtbf_days=mtbf, **{name: getattr(args, name) for name in names})
+    copies = config.memory_checkpoint_every != 0
+    found = estimate_failures(
+        cluster, checkpoint_every=config.checkpoint_every, copies=copies, run=Path(run) if run else None
+    )
+    if args.json:
+        import json
+
+        print(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        print(failure_table(found))
     return 0
 
 

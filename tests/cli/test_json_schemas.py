@@ -29,6 +29,7 @@ TYPED = [
     ("launch local --nprocs 2 --step-timeout 9 --dry-run -- true", 0),
     ("plan runs/one", 0),
     ("plan --config many.yaml --data_path text.txt --devices 8 --arrays --tokens_per_s 10", 0),
+    ("plan runs/one --mtbf 9 --hosts 3", 0),
     ("ps --all", 0),
     ("report runs/one runs/two", 0),
     ("report runs/empty", 0),

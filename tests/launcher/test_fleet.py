@@ -298,7 +298,7 @@ def test_after_any_history_the_hosts_are_those_that_are_wanted(seed: int, tmp_pa
             one.answer()
             one.passes(60.0 if second else 0.25)
         fleet = one.fleet
-        aside = fleet.members_in(State.ASIDE)  # ranks failed there again and again, or a spare host took its place
+        aside = fleet.members_in(State.ASIDE)  # ranks failed there again and again, within this day
         assert {*one.working} == {*fleet.wanted_now, *fleet.change.kept} - {*aside}, states(one)
         attempts = len(one.starts)
         for _ in range(10):

@@ -122,11 +122,18 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
     ("attempts", "limit", "again", "code", "words"),
     [
         (CRASHES[:1], 3, True, 0, "restart 1 of 3, immediately"),
-        (CRASHES[:3], 3, True, 0, "restart 3 of 3, immediately"),
+        (CRASHES[:3], 3, True, 0, "restart 1 of 3, immediately (the job got on, so the count began anew)"),
+        (CRASHES, 1, True, 0, "restart 1 of 1, immediately"),
         ([CRASHES[0], failure(1, 4)], 3, True, 0, "restart 2 of 3, in 0.5 s"),
         ([CRASHES[3], *CRASHES[:3]], 9, True, 0, "restart 4 of 9, in 8 s"),
-        ([CRASHES[0], failure(1, 4), CRASHES[1]], 9, True, 0, "restart 3 of 9, immediately"),
-        (CRASHES, 3, False, 75, "no restart is left: --max-restarts is 3"),
+        ([CRASHES[0], failure(1, 4), CRASHES[1]], 9, True, 0, "restart 1 of 9, immediately"),
+        (
+            CRASHES[:1] + [failure(n, 4) for n in (1, 2, 3)],
+            3,
+            False,
+            75,
+            "no restart is left: --max-restarts is 3, and",
+        ),
         (CRASHES[:1], 0, False, 137, ""),
         ([PREEMPTION] * 20 + CRASHES[:1], 3, True, 0, "restart 1 of 3"),
         (
@@ -136,22 +143,22 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
             137,
             "rank 0 failed in step 5 in an earlier attempt too",
         ),
-        ([failure(0, 5), failure(0, 6, 9), failure(1, 6)], 9, True, 0, "restart 3 of 9"),
+        ([failure(0, 5), failure(0, 6, 9), failure(1, 6)], 9, True, 0, "restart 2 of 9"),
         ([failure(1, 0)], 3, True, 0, "restart 1 of 3, immediately"),  # starts of many hosts fail for many reasons
         ([failure(1, 0), failure(0, 0)], 3, True, 0, "restart 2 of 3, in 0.5 s"),
         ([failure(1, 0)] * 2, 3, False, 137, "rank 1 failed before its first step in an earlier attempt too"),
-        ([failure(1, 0), *CRASHES[:1], failure(1, 0)], 3, True, 0, "restart 3 of 3"),
+        ([failure(1, 0), *CRASHES[:1], failure(1, 0)], 3, True, 0, "restart 2 of 3"),
         # weeks and 80,000 steps between two starts that fail, or two failures in one step that lies behind
-        ([failure(0, 0), failure(1, 40_000), PREEMPTION, failure(0, 0)], 9, True, 0, "restart 3 of 9, in 2 s"),
-        ([failure(0, 0, code=77), failure(1, 4_000), failure(1, 8_000), failure(0, 0)], 99, True, 0, "restart 4 of 99"),
+        ([failure(0, 0), failure(1, 40_000), PREEMPTION, failure(0, 0)], 9, True, 0, "restart 2 of 9, in 2 s"),
+        ([failure(0, 0, code=77), failure(1, 4_000), failure(1, 8_000), failure(0, 0)], 99, True, 0, "restart 2 of 99"),
         ([failure(0, 5), failure(0, 5, 6)], 9, False, 137, "rank 0 failed in step 5"),  # the others may be a step ahead
         ([failure(0, 5, 9)] * 2, 9, False, 137, "rank 0 failed in step 5"),
         ([PREEMPTION, failure(0, 6, 6), failure(0, 6, 7)], 9, False, 137, "rank 0 failed in step 6"),
-        ([failure(0, 5), failure(1, 80_000), failure(0, 5)], 9, True, 0, "restart 3 of 9"),
+        ([failure(0, 5), failure(1, 80_000), failure(0, 5)], 9, True, 0, "restart 2 of 9"),
         ([failure(0, 5), failure(1, 80_000), failure(0, 5), failure(0, 5)], 9, False, 137, "rank 0 failed in step 5"),
         ([failure(1, 80_000)] + [failure(0, 0)] * 5, 9, True, 0, "restart 6 of 9, in 60 s"),
         ([failure(1, 80_000)] + [failure(0, 0)] * 9, 9, False, 75, "no restart is left: --max-restarts is 9"),
-        ([failure(1, 5), failure(2, 9, cause=USER), failure(1, 5)], 9, True, 0, "restart 2 of 9"),
+        ([failure(1, 5), failure(2, 9, cause=USER), failure(1, 5)], 9, True, 0, "restart 1 of 9"),
         ([failure(1, 0, counts=False)], 3, True, 0, "restart 1 of 3, immediately"),
         ([failure(1, 0, counts=False)] * 2, 3, True, 0, "restart 2 of 3, in 0.5 s"),
         ([failure(None, 0, 4)] * 2, 3, True, 0, "restart 2 of 3"),
@@ -159,6 +166,33 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
         ([failure(1, 5), failure(1, 0), failure(1, 0)], 3, True, 0, "restart 3 of 3"),
         ([failure(2, 7, code=124)], 3, True, 0, "restart 1 of 3"),
         ([failure(2, 7, code=124)] * 2, 3, False, 124, "failed in step 7 in an earlier attempt too"),
+        # a year that gets on: new steps, steps saved below one that was entered, an hour where nothing is known
+        ([failure(n, 9 * n) for n in range(1, 400)], 1, True, 0, "restart 1 of 1, immediately (the job got on"),
+        ([failure(0, 90), *(failure(n, 9, saved=9 * n) for n in range(1, 9))], 1, True, 0, "restart 1 of 1"),
+        ([failure(1, 0, counts=False, seconds=3600.0)] * 400, 1, True, 0, "restart 1 of 1"),
+        (
+            [failure(1, 0, counts=False, seconds=3500.0)] * 2,
+            1,
+            False,
+            75,
+            "1, and since the first of them no attempt last",
+        ),
+        (
+            [failure(n, 90 * (n == 0), saved=9) for n in range(4)],
+            3,
+            False,
+            75,
+            "is 3, and since the first of them no att",
+        ),
+        ([failure(None, 0, 90)] * 4, 3, False, 75, "no restart is left"),  # lost hosts are no progress either
+        (
+            [failure(None, 0, 90), PREEMPTION, failure(None, 0, 90), IDLE, failure(1, 8)],
+            3,
+            True,
+            0,
+            "restart 3 of 3, in",
+        ),
+        ([failure(1, 90), replace(PREEMPTION, reached=95), failure(2, 8)], 1, True, 0, "restart 1 of 1, in 0.5 s"),
         ([CRASHES[0], AttemptSummary(cause=USER, code=1, reached=9)], 3, False, 1, ""),
         ([CRASHES[0], AttemptSummary(cause=DONE, code=0, reached=9)], 3, False, 0, ""),
         ([AttemptSummary(cause=REQUESTED, code=42, reached=9)], 3, False, 42, ""),
@@ -188,6 +222,9 @@ def on(host: str, rank: int = 1, step: int = 5, **more: Any) -> AttemptSummary:
         ([on("b"), on("b", 3, 9)], True, True, "b"),  # another rank of that host
         ([on("b", code=EXIT_RUNTIME), on("b", step=8, code=124)], True, True, "b"),
         ([on("b"), on("a", 0, 7)], True, True, ""),
+        ([on("b"), on("b", 3, 9, seconds=50_000.0)], True, True, "b"),
+        ([on("b"), on("b", 3, 9, seconds=90_000.0)], True, True, ""),  # a day apart they mean nothing
+        ([on("b"), on("a", 0, 7, seconds=90_000.0), on("b", 3, 9)], True, True, ""),
         ([on("b"), on("b")], False, False, ""),
         ([on("b"), on("b", step=8)], False, True, ""),
         ([on("b"), on("b"), on("c")], True, False, ""),  # the same step on another host: the program's
@@ -225,7 +262,7 @@ def test_an_attempt_with_hosts_that_were_back_counts_for_nothing_where_it_came_t
         decision = next_action([CRASHES[0], grown], 1)
         assert (decision.again, decision.wait) == (True, 0.0)
         assert "goes on without b, c, as before" in decision.why
-        assert next_action([CRASHES[0], grown, CRASHES[1]], 2).why == "restart 2 of 2, immediately"
+        assert next_action([CRASHES[0], grown, failure(1, 4)], 2).why == "restart 2 of 2, in 0.5 s"
 
 
 @pytest.mark.parametrize(
@@ -274,7 +311,7 @@ def test_a_killed_rank_is_started_again_on_a_new_port_and_its_log_goes_on(launch
     assert [line for line in err.splitlines() if "restart" in line] == [
         "roxxel-dist: restart 1 of 3, immediately",
         "roxxel-dist: preempted; restart immediately (it counts for nothing)",
-        "roxxel-dist: restart 2 of 3, in 0.5 s",
+        "roxxel-dist: restart 1 of 3, in 0.5 s",  # attempt 1 came to step 5
     ]
     assert "rank 1 failed first: signal SIGKILL, in step 3" in err
     for rank in (0, 1):

@@ -21,6 +21,7 @@ from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.layouts.check import LayoutReport
 from roxxel_dist.run.estimate.estimate import RunEstimate
 from roxxel_dist.run.estimate.target_layouts import LayoutComparison
+from roxxel_dist.run.estimate.failures import FailureEstimate
 from roxxel_dist.sweep.study.journal import State, Trial
 from roxxel_dist.utils.component import field_docs
 from roxxel_dist.view.job import JobState
@@ -147,7 +148,8 @@ def _plan() -> Schema:
         "anyOf": [plan["properties"]["arrays"], {"type": "null"}],
         "description": "With --arrays: every array of parameters; otherwise null.",
     }
-    return plan
+    failures = of_fields(FailureEstimate)
+    return {"anyOf": [plan, failures | {"description": "With --mtbf: what failures cost."}]}
 
 
 def _launch() -> Schema:

@@ -155,7 +155,8 @@ class Attempt:
                 self._running[rank] = RankProcess(rank=rank, host=host.host, pid=pid, step=0)
             case {"type": "signal", "number": number}:
                 self._on_host_signal(host.host, number)
-            case {"type": "saved"}:
+            case {"type": "saved", "step": step}:
+                self._result.saved = max(self._result.saved, step)
                 self._change_hosts()
             case {"type": "status", "rank": rank, "record": record}:
                 self.console.status(rank, record)

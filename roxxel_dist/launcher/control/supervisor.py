@@ -25,7 +25,7 @@ from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.policy.hang import LEAST_S, StepTimes
 from roxxel_dist.launcher.policy.outcome import AttemptResult
-from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, Decision, is_failure, summary
+from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, Decision, summary
 from roxxel_dist.launcher.preflight import failed_hosts
 from roxxel_dist.launcher.transport.pool import HostPool
 
@@ -259,18 +259,12 @@ class _Controller:
             recorder=self.recorder,
             key=self._key,
             address=start.coordinator.rpartition(":")[0].strip("[]"),
-            spares=job.warm_spares if self._has_restarts else "off",
+            spares=job.warm_spares if self.job.is_restartable else "off",
             fleet=None if self._fleet.fleet.is_fixed else self._fleet,
             times=self._times.setdefault(start.assignment.devices, StepTimes()),
             grow_after=reached if trains or reached else None,
             members=MemberHangs(job, number) if has_others else None,
         ).run(placed)
-
-    @property
-    def _has_restarts(self) -> bool:
-        """Whether another failure would be followed by another attempt."""
-        failures = sum(is_failure(attempt, self.job.restart_on) for attempt in self._attempts)
-        return self.job.is_restartable and failures < self.job.max_restarts
 
     def repeat_failure(self, notifier: Notifier) -> None:
         """Say the failure of the last attempt again, where a line about --notify has come behind it."""

@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 
 from roxxel_dist.launcher.fleet import events
-from roxxel_dist.launcher.fleet.state import AWAY, Fleet, Host, State
+from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, State
 from roxxel_dist.launcher.job.placement import Assignment
+from roxxel_dist.launcher.policy.restart import REPEAT_S
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
@@ -31,16 +32,31 @@ NO_WAY = re.compile(
 """How ssh, kubectl, docker and podman say that a host is away."""
 
 
+def forgive(fleet: Fleet) -> None:
+    """Treat hosts that were set aside a day ago like lost ones: they are asked, and their devices checked."""
+    names = [name for name in fleet.members_in(State.ASIDE) if fleet.hosts[name].since + REPEAT_S <= fleet.now]
+    if names:
+        fleet.move(names, State.LOST, due=fleet.now if fleet.grows_with(names) else math.inf)
+        fleet.unchecked |= {*names}
+        fleet.say(f"{', '.join(names)} may be used again: set aside a day ago", SEARCH)
+
+
 def watch(fleet: Fleet) -> None:
     """Ranks have started: hosts that are lost are asked after a pause, where they would help, and newcomers at once."""
-    lost = fleet.members_in(*AWAY)
-    helps = fleet.grows_with(lost)
     fleet.look, fleet.with_warm = None, ()
+    fleet.move(fleet.members_in(*AWAY), State.LOST)
+    seek_lost(fleet)
+    new = [name for name in fleet.hosts if name not in fleet.members]
+    fleet.move(new, State.WANTED, due=fleet.now)
+
+
+def seek_lost(fleet: Fleet) -> None:
+    """Lost hosts are asked after a pause where they would help, which the number of members decides too."""
+    lost = fleet.members_in(State.LOST)
+    helps = fleet.grows_with(lost)
     for name in lost:
         due = max(fleet.now, fleet.hosts[name].departs_by) + fleet.pause_s
         fleet.move([name], State.LOST, due=due if helps else math.inf)
-    new = [name for name in fleet.hosts if name not in fleet.members]
-    fleet.move(new, State.WANTED, due=fleet.now)
 
 
 def note_return(fleet: Fleet, names: Collection[str], *, failed: bool) -> None:
@@ -103,7 +119,8 @@ def warmed(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
     else:
         hosts, working, fleet.fit = warm.plan.hosts, fleet.working, warm.report
         planned = {*hosts}
-        used = [name for name in names if name in planned]
+        used = [name for name in names if name in planned] or list(names)  # or those that were spare work
+        fleet.move(names, State.LOOKING, passed_alone=True)
         fleet.move(used, State.WARM, due=math.inf)
         members, others, unused = {*fleet.members}, {*working, *names}, {*names} - {*used}
         fleet.move([name for name in used if name not in members], State.WARM, is_known=True)
@@ -269,4 +286,6 @@ def _why_idle(fleet: Fleet, host: Host, working: int) -> str:
     most = fleet.given.max_hosts
     if most is not None and working >= most:
         return f"--max-hosts is {most}"
+    if fleet.given.spare_hosts:
+        return f"--spare-hosts is {fleet.given.spare_hosts}"
     return "n_devices, fsdp_devices, tensor_devices or virtual_shards leave its devices no work"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 
 from roxxel_dist.launcher.fleet import events
-from roxxel_dist.launcher.fleet.looks import note_return, watch
+from roxxel_dist.launcher.fleet.looks import forgive, note_return, watch
 from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Search, State
 from roxxel_dist.launcher.job.placement import working_hosts
 from roxxel_dist.launcher.preflight.checks import named, once
@@ -23,6 +23,7 @@ def begin(fleet: Fleet, event: events.Begin) -> None:
     job goes on without is asked again when it can be used again, or when too few others are left. The first attempt
     waits as long for `job.min_hosts` hosts, or for all where those that are missing still start.
     """
+    forgive(fleet)
     back = fleet.members_in(State.WARM)
     fleet.search = Search(
         asked=back,
@@ -45,7 +46,7 @@ def ask(fleet: Fleet) -> None:
     if assignment.note and assignment.note != fleet.note:
         fleet.unsay("assignment")
         fleet.say(assignment.note, "assignment")
-    fleet.note = assignment.note
+        fleet.note = assignment.note
     known = fleet.fit if fleet.fit is not None and fleet.fit.covers(assignment.hosts) else None
     fleet.look = events.Look(assignment=assignment, port=fleet.port, check=fleet.unchecked, known=known)
     fleet.unchecked = frozenset()
@@ -111,6 +112,9 @@ def _start(fleet: Fleet, search: Search, look: events.Look, report: PreflightRep
     fleet.move(present, State.SPARE, failures=0, due=math.inf)
     fleet.move(search.back, State.SPARE, has_returned=True)
     fleet.move(assignment.hosts, State.WORKING)
+    if fleet.note and not assignment.note:
+        fleet.say("all hosts work again", SEARCH)
+        fleet.note = ""
     fleet.search, fleet.started, fleet.taken_in = None, assignment, search.back
     fleet.report, fleet.cores, fleet.fit = report, fleet.cores or report.cores, look.known or report
     if search.asked:

@@ -11,7 +11,7 @@ from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import Assignment, assign, working_hosts
-from roxxel_dist.launcher.job.spec import LAST_PORT, JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.restart import AttemptSummary
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
@@ -31,7 +31,7 @@ class State(Enum):
     WORKING = "has ranks"
     SPARE = "there, and without ranks"
     LEAVING = "has ranks, and is to leave the job"
-    ASIDE = "a member that works only where too few others are there"
+    ASIDE = "a member that works, for a day, only where too few others are there"
 
 
 SEARCH = "a search"
@@ -127,7 +127,7 @@ class Fleet:
     said: frozenset[tuple[str, str]] = frozenset()
     """What people have read, and of what."""
     note: str = ""
-    """That of the last assignment."""
+    """The last one of an assignment that people have read; empty where all hosts work."""
     cores: int | None = None
     todo: list[events.Do] = field(default_factory=list)
     """What is to be done after the event that made it."""
@@ -179,7 +179,7 @@ class Fleet:
     def port(self) -> int | None:
         """The coordinator's port in the next attempt; None: a free one."""
         number = len(self.attempts) + (self.search is None)
-        return None if self.given.port is None else min(self.given.port + number, LAST_PORT)
+        return None if self.given.port is None else self.given.port + number % (self.given.max_restarts + 1)
 
     @property
     def wanted_now(self) -> tuple[str, ...]:
@@ -203,6 +203,8 @@ class Fleet:
 
     def are(self, state: State) -> tuple[str, ...]:
         """The candidates in this state."""
+        if all(host.state is not state for host in self.hosts.values()):  # nearly always
+            return ()
         return tuple(host.name for host in self.candidates if host.state is state)
 
     def in_order(self, hosts: Collection[str]) -> tuple[str, ...]:
@@ -253,7 +255,7 @@ class Fleet:
     def move(self, names: Iterable[str], state: State, **values: Any) -> None:
         """Hosts come to this state."""
         for name in names:
-            host = self.hosts.get(name, Host(name=name, since=self.now))
+            host = self.hosts.get(name) or Host(name=name, since=self.now)
             since = host.since if host.state is state else self.now
             self.hosts[name] = replace(host, state=state, since=since, **values)
 

@@ -72,7 +72,8 @@ def step(fleet: Fleet, event: events.Event, now: float) -> tuple[Fleet, list[eve
     Of looks and warm-ups one goes on at a time: its end is an event (`Answered`, `Warmed`, or `Mistake`), which is to
     come before the next attempt ends, or not at all.
     """
-    fleet = replace(fleet, now=now, hosts=dict(fleet.hosts), search=copy(fleet.search), todo=[])
+    fleet = copy(fleet)
+    fleet.now, fleet.hosts, fleet.search, fleet.todo = now, dict(fleet.hosts), copy(fleet.search), []
     RULES[type(event)](fleet, event)
     return fleet, fleet.todo
 
@@ -105,6 +106,7 @@ def _follow(fleet: Fleet) -> None:
     spares = fleet.are(State.SPARE)
     if spares and not fleet.are(State.WARM):  # else they come in behind these
         fleet.change_members(joins=spares)
+        looks.seek_lost(fleet)
     if idle := [name for name in change.leaves if name not in fleet.working]:
         fleet.change_members(leaves=idle)
         fleet.say(f"{', '.join(idle)} left the job; no rank ran there")
@@ -114,6 +116,7 @@ def _follow(fleet: Fleet) -> None:
             f"{', '.join(change.kept)} {KEPT}: of the {there} hosts that are there, at least {fleet.least} stay "
             "(--min-hosts)"
         )
+    looks.forgive(fleet)
     fleet.move([name for name in fleet.members_in(State.LEAVING) if name not in change.leaves], State.WORKING)
     fleet.move([name for name in fleet.members_in(State.WORKING) if name in change.leaves], State.LEAVING)
     looks.next_look(fleet)
@@ -240,8 +243,8 @@ def _on_end(fleet: Fleet, event: events.AttemptEnded) -> None:
     if attempt.reached <= before or (attempt.cause is not Cause.PREEMPTED and attempt.code not in OF_ONE_HOST):
         fleet.fit = None
     fleet.attempts = (*fleet.attempts, attempt)
-    if event.lost and (joins or fleet.has_spare):  # a spare host takes its place without an attempt to reach it
-        _set_aside(fleet, event.lost)
+    if event.lost in fleet.members and (joins or fleet.has_spare):  # a spare takes its place; it may come back
+        fleet.move([event.lost], State.LOST)
     job = fleet.given
     decision = next_action(fleet.attempts, job.max_restarts, job.restart_on, fleet.can_do_without)
     fleet.todo.append(decision)
@@ -249,15 +252,9 @@ def _on_end(fleet: Fleet, event: events.AttemptEnded) -> None:
         return
     if attempt.cause is Cause.INFRASTRUCTURE and attempt.host:
         fleet.unchecked |= {attempt.host}
-    if decision.set_aside:
-        _set_aside(fleet, decision.set_aside)
+    if decision.set_aside in fleet.members:
+        fleet.move([decision.set_aside], State.ASIDE)
     _let_go(fleet, event.departing)
-
-
-def _set_aside(fleet: Fleet, name: str) -> None:
-    """Use this host only where there are too few others."""
-    if name in fleet.members:
-        fleet.move([name], State.ASIDE)
 
 
 def _let_go(fleet: Fleet, departing: Sequence[str]) -> None:

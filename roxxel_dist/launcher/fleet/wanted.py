@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 SHORT_S = 600.0
 """A host that leaves the list sooner after it came has cost two restarts for little."""
@@ -22,7 +23,7 @@ class Wanted:
     left: frozenset[str] = frozenset()
     """Those of `leave`: they stay away until they `join`, or come to the list anew."""
 
-    @property
+    @cached_property
     def hosts(self) -> tuple[str, ...]:
         """All of them, each once."""
         hosts = dict.fromkeys((*self.given, *self.listed, *self.joined))
@@ -30,6 +31,8 @@ class Wanted:
 
     def without(self, held: Collection[str]) -> tuple[str, ...]:
         """All of them but those that the list alone names, and that are held back."""
+        if not held:
+            return self.hosts
         asked = {*self.given, *self.joined}
         return tuple(host for host in self.hosts if host in asked or host not in held)
 
@@ -80,7 +83,7 @@ class Stays:
 
     def held(self, now: float) -> frozenset[str]:
         """Hosts of the list that are held back."""
-        return frozenset(host for host in self.since if self.joins_at(host) > now)
+        return frozenset(host for host in self.short if host in self.since and self.joins_at(host) > now)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,10 @@ def change_to(wanted: Collection[str], members: Sequence[str], there: Collection
             may come back sooner than others join.
     """
     asked, had = {*wanted}, {*members}
+    newcomers = tuple(host for host in wanted if host not in had)
     unwanted = [host for host in members if host not in asked]
+    if not unwanted:  # nearly always
+        return Change(newcomers=newcomers)
     leaving = [host for host in unwanted if host in there]
     allowed = max(0, len({*there} & had) - least)
     kept = tuple(leaving[allowed:])
@@ -114,7 +120,7 @@ def change_to(wanted: Collection[str], members: Sequence[str], there: Collection
     spared = lost[max(0, len(members) - len(leaving[:allowed]) - least) :]
     stay = {*kept, *spared}
     return Change(
-        newcomers=tuple(host for host in wanted if host not in had),
+        newcomers=newcomers,
         leaves=tuple(host for host in unwanted if host not in stay),
         kept=kept,
     )

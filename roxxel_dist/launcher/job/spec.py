@@ -45,10 +45,10 @@ class JobOptions:
     devices_per_proc: int | None = None
     """Simulated CPU devices of each process. Default: the devices that jax finds."""
     port: int | None = None
-    """Port of the coordinator; each restart uses the next port. Default: free ports."""
+    """Port of the coordinator; each restart uses the next of --max-restarts + 1 ports. Default: free ports."""
     max_restarts: int = 3
-    """Maximum restarts after infrastructure failures: a killed rank, a lost agent, a hang. Preemptions do not count. 0:
-    no restart."""
+    """Maximum restarts in a row, after infrastructure failures (a killed rank, a lost agent, a hang), without a new
+    step: a new step begins the count anew. Preemptions do not count. 0: no restart."""
     restart_on: Literal["infrastructure", "any"] = "infrastructure"
     """Which failures lead to a restart. infrastructure: the failures above, and exceptions of jax's runtime. any: also
     exceptions of the program."""

@@ -137,6 +137,8 @@ class AttemptResult:
     """Two ranks ran different sources; all were killed."""
     reached: int = 0
     """The largest step that any rank had entered."""
+    saved: int = 0
+    """The largest step of which rank 0 has reported a checkpoint."""
     departing: list[str] = field(default_factory=list)
     """Hosts whose system asked them to end while the job goes on: a preemption, a reboot."""
     host_change: str = ""

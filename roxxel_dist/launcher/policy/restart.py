@@ -22,11 +22,15 @@ from roxxel_dist.cluster.exit_codes import (
 from roxxel_dist.launcher.policy.outcome import AttemptResult, as_code, exit_code, first_failure, is_cut_off
 
 EXIT_GIVEN_UP = 75
-"""Restarts were made and used up."""
+"""Restarts were made, and came to nothing."""
 BACKOFF_S = 0.5
 BACKOFF_TIMES = 4
 BACKOFF_MOST_S = 60.0
 BRIEF_S = 60.0
+LONG_S = 3600.0
+"""A program that reports no steps has got on where an attempt lasted so long: nothing else is known of it."""
+REPEAT_S = 86_400.0
+"""Failures of one host that are further apart have nothing to do with each other."""
 IDLE_PREEMPTIONS = 10
 """Preemptions in a row, each within a minute and without a new step, after which it is no preemption any more."""
 
@@ -70,6 +74,8 @@ class AttemptSummary:
     """The step that rank had entered."""
     reached: int = 0
     """The largest step that any rank had entered."""
+    saved: int = 0
+    """The largest step of which it saved a checkpoint, as far as the program reports that."""
     counts: bool = False
     """Whether the program reports its steps: if not, a `reached` of 0 means nothing."""
     seconds: float = 0.0
@@ -126,6 +132,7 @@ def summary(result: AttemptResult, *, seconds: float, counts: bool) -> AttemptSu
         host="" if culprit is None else result.hang_host if result.hang else getattr(culprit, "host", ""),
         step=culprit.step if culprit else 0,
         reached=result.reached,
+        saved=result.saved,
         counts=counts or result.reached > 0,
         seconds=seconds,
         changes_hosts=bool(result.host_change) and not result.departing,
@@ -158,7 +165,7 @@ def next_action(
 
     Args:
         attempts: at least one, the newest last.
-        max_restarts: restarts after failures; 0: none, not even after a preemption.
+        max_restarts: restarts after failures since the job got on last; 0: none, not even after a preemption.
         restart_on: which ends are failures.
         can_replace: whether the job can go on without a host.
     """
@@ -182,12 +189,11 @@ def _after_failure(
     A rank that fails twice in the same step, with no new step in between, would fail there again. Step 0 is no place in
     a program: it stands for a start, and a program that has entered a step can start.
     """
-    failures = [attempt for attempt in attempts if is_failure(attempt, restart_on)]
+    since = _since_progress(attempts)
+    failures = [attempt for attempt in since if is_failure(attempt, restart_on)]
     last = failures[-1]
-    # A host or an agent that was lost has no rank: such things happen at any time.
-    by_rank = [attempt for attempt in failures if attempt.rank is not None]
-    same_host = [attempt for attempt in by_rank if last.host and attempt.host == last.host]
-    replaced = last.host if last.rank is not None and len(same_host) > 1 and can_replace(last.host) else ""
+    same_host = _failures_of_host(attempts, restart_on)
+    replaced = last.host if same_host > 1 and can_replace(last.host) else ""
     again = any(
         is_failure(attempt, restart_on)
         and (attempt.rank, attempt.step) == (last.rank, last.step)
@@ -202,13 +208,47 @@ def _after_failure(
         )
         return Decision(again=False, code=last.code, why=why)
     if len(failures) > max_restarts:
-        why = f"no restart is left: --max-restarts is {max_restarts}"
+        got_on = "came to a new step" if last.counts or last.reached else f"lasted {LONG_S / 3600:g} h"
+        why = f"no restart is left: --max-restarts is {max_restarts}, and since the first of them no attempt {got_on}"
         return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
-    wait = _backoff(_idle(attempts))
+    wait = _backoff(len(since) - 1)
     why = f"restart {len(failures)} of {max_restarts}, {_when(wait)}"
+    if len(since) == 1 and any(is_failure(attempt, restart_on) for attempt in attempts[:-1]):
+        why += " (the job got on, so the count began anew)"
     if replaced:
-        why += f", without host {replaced}, whose ranks failed in {len(same_host)} attempts"
+        why += f", without host {replaced}, whose ranks failed in {same_host} attempts"
     return Decision(again=True, wait=wait, why=why, set_aside=replaced)
+
+
+def _since_progress(attempts: Sequence[AttemptSummary]) -> Sequence[AttemptSummary]:
+    """The attempts from the last one on that got on; all, where none did: the first has nothing to be new beside.
+
+    An attempt gets on that enters a new step, or saves one. Saves alone would not do: where failures are frequent, some
+    attempts in a row end before their first save by chance. A program that fails at one place comes to no new step.
+    """
+    start, reached, saved = 0, 0, 0
+    for number, attempt in enumerate(attempts):
+        is_long = not (attempt.counts or attempt.reached) and attempt.seconds >= LONG_S
+        if attempt.reached > reached or attempt.saved > saved or is_long:
+            start = number
+        reached, saved = max(reached, attempt.reached), max(saved, attempt.saved)
+    return attempts[start:]
+
+
+def _failures_of_host(attempts: Sequence[AttemptSummary], restart_on: RestartOn) -> int:
+    """In how many attempts of the last day ranks of the host failed whose rank failed last.
+
+    A host or an agent that was lost has no rank: such things happen at any time.
+    """
+    host, count, seconds = attempts[-1].host, 0, 0.0
+    if attempts[-1].rank is None or not host:
+        return 0
+    for attempt in reversed(attempts):
+        count += attempt.rank is not None and attempt.host == host and is_failure(attempt, restart_on)
+        seconds += attempt.seconds
+        if seconds > REPEAT_S:
+            break
+    return count
 
 
 def _came_to_new_step(attempts: Sequence[AttemptSummary], number: int) -> bool:
@@ -218,16 +258,6 @@ def _came_to_new_step(attempts: Sequence[AttemptSummary], number: int) -> bool:
     """
     before = max(attempt.reached for attempt in attempts[: number + 1])
     return max(attempt.reached for attempt in attempts[number + 1 :]) > before + 1
-
-
-def _idle(attempts: Sequence[AttemptSummary]) -> int:
-    """How many attempts in a row, up to the last, came to no new step. The first one has nothing to be new beside."""
-    idle = 0
-    for number in reversed(range(1, len(attempts))):
-        if attempts[number].reached > max(earlier.reached for earlier in attempts[:number]):
-            break
-        idle += 1
-    return idle
 
 
 def _when(wait: float) -> str:

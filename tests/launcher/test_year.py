@@ -1,0 +1,211 @@
+"""Years of a job by a virtual clock: the rules of the fleet and of restarts, whatever happens to the hosts."""
+
+import math
+import random
+import re
+from collections.abc import Iterator
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from roxxel_dist.launcher.fleet import events
+from roxxel_dist.launcher.fleet.simulation import FAILURES, Happening, Kind, Outcome, Simulation, Work, failures
+from roxxel_dist.launcher.fleet.state import AWAY, State
+from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.policy.restart import Cause
+
+DAY_S = 86_400.0
+CALM_S = 3 * DAY_S
+"""After all failures: longer than a host is set aside."""
+STARTS_AN_HOUR = 150
+HISTORIES = 50
+
+
+class Watched(Simulation):
+    """A simulation that asserts at each event what holds at any time."""
+
+    moments: list[float]
+
+    def step(self, event: events.Event) -> list[events.Do]:
+        todo = super().step(event)
+        self.moments = [*(at for at in getattr(self, "moments", [])[-300:]), self.now]
+        assert self.moments.count(self.now) < 50 + 10 * len(self.fleet.hosts), "a loop without a pause"
+        fleet = self.fleet
+        if self.running and not isinstance(event, events.AttemptEnded):
+            candidates = () if fleet.look is None else fleet.look.candidates
+            for name in fleet.members_in(*AWAY):
+                host = fleet.hosts[name]
+                asked = name in candidates or host.state is State.FIT or host.due < math.inf
+                assert asked or not fleet.grows_with([name]), f"nobody asks for {name} again"
+        return todo
+
+
+def job_of(hosts: int, **more: Any) -> JobSpec:
+    return JobSpec(command=("true",), nprocs=hosts - more.get("spare_hosts", 0), run_id="r", log_dir=Path("x"), **more)
+
+
+def chance(seed: int, days: float, mean_days: float) -> tuple[Watched, dict[str, Any]]:
+    """A job by chance, and what happens to it in so many days: a failure each `mean_days`."""
+    rng = random.Random(seed)
+    number, spare = rng.randint(2, 8), rng.choice((0, 0, 1, 2))
+    hosts = [f"h{n}" for n in range(number + spare)]
+    job = job_of(
+        number + spare,
+        spare_hosts=spare,
+        min_hosts=rng.choice((None, rng.randint(1, number))),
+        max_restarts=rng.randint(1, 5),
+        host_timeout=rng.choice((60.0, 3600.0, 86_400.0)),
+    )
+    work = Work(
+        step_s=rng.choice((0.2, 1.0, 20.0)),
+        save_s=rng.choice((0.0, 2.0, 30.0)),
+        checkpoint_every=rng.choice((50, 300, 1000)),
+        copy_every=rng.choice((0, 5)),
+        start_s=rng.choice((5.0, 60.0, 300.0)),
+        bug=rng.choice((None, None, None, 0, rng.randint(1, 100_000))),
+        bug_rank=rng.choice((None, 1)),
+    )
+    shares = {**FAILURES, **dict.fromkeys(get_args(Kind), 0.02)}
+    shares |= {kind: rng.choice((0.0, 0.05, 0.5)) for kind in rng.sample(get_args(Kind), 4)} | {"crash": 0.3}
+    repair_s, burst = rng.choice((60.0, 900.0, 7200.0)), rng.choice((0.0, 0.2))
+    mtbf_s = mean_days * DAY_S * len(hosts)
+    many = failures(rng, [*hosts, "new"], mtbf_s, repair_s=repair_s, shares=shares, burst=burst)
+    some = takewhile(lambda one: one.at < days * DAY_S, many)
+    return Watched(job, hosts, work, _with_joins(rng, some)), {"job": job, "work": work}
+
+
+def _with_joins(rng: random.Random, many: Iterator[Happening]) -> Iterator[Happening]:
+    """People who have a host leave have it join again."""
+    left, at = set[str](), 0.0
+    for one in many:
+        at = one.at
+        left = left | {*one.hosts} if one.kind == "leave" else left - {*one.hosts} if one.kind == "join" else left
+        yield one
+    for host in sorted(left):
+        yield Happening(at=at, kind="join", hosts=(host,))
+
+
+def check(one: Watched, outcome: Outcome, job: JobSpec, work: Work) -> None:
+    """What holds of every job, whatever happened."""
+    attempts = one.fleet.attempts
+    story = "\n".join(f"{at:10.1f} {text}" for at, text in outcome.log[-25:])
+    assert outcome.goodput + sum(outcome.lost.values()) == pytest.approx(1.0, abs=1e-6)
+    # a job that gets on is never given up while restarts are left
+    if outcome.code == 75:
+        failed, reached, saved = 0, 0, 0
+        for attempt in attempts:
+            got_on = attempt.reached > reached or attempt.saved > saved
+            reached, saved = max(reached, attempt.reached), max(saved, attempt.saved)
+            is_failure = attempt.cause is Cause.INFRASTRUCTURE and not attempt.failed_growth
+            failed = is_failure + (0 if got_on else failed)
+        assert failed == job.max_restarts + 1, story
+    elif outcome.code == 69:
+        up = [host for host in one.fleet.members if one.is_up(host)]
+        assert len(up) < (job.min_hosts or job.nprocs), story
+    elif outcome.code is not None:
+        assert work.bug is not None or not any(attempt.reached for attempt in attempts), story
+    # a job that does not get on is given up within minutes
+    grown = sum(bool(attempt.failed_growth) for attempt in attempts)
+    assert outcome.interruptions["bug"] <= job.max_restarts + 1 + grown, story
+    if outcome.code is None:
+        assert work.bug is None or outcome.steps < work.bug, story
+        # no host that is well is set aside for good
+        fleet = one.fleet
+        assert not fleet.members_in(State.ASIDE), story
+        assert {*one.running} <= {*fleet.working}
+        well = [host for host in fleet.wanted_now if one.is_up(host)]
+        assert not fleet.grows_with(well), (fleet.hosts, story)
+    # no loop without a pause
+    for (begun, _), (later, _) in zip(one.starts, one.starts[STARTS_AN_HOUR:], strict=False):
+        assert later - begun > 3600, story
+    # what the log says is what was done
+    for (at, text), (then, _) in pairwise([*outcome.log, (math.inf, "")]):
+        assert at <= then
+        if pause := re.search(r", in ([\d.]+) s", text):
+            assert all(not at < begun < at + float(pause[1]) for begun, _ in one.starts), story
+    for begun, hosts in one.starts:
+        notes = [
+            text for at, text in outcome.log if at <= begun and text.startswith(("going on without", "all hosts work"))
+        ]
+        if gone := re.match(r"going on without ([\w, ]+?)(, with|:)", notes[-1] if notes else ""):
+            assert not {*hosts} & {*gone[1].split(", ")}, (begun, hosts, story)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_month_of_failures(part: int) -> None:
+    for seed in range(part * HISTORIES, (part + 1) * HISTORIES):
+        one, of = chance(seed, days=30, mean_days=2.0)
+        check(one, one.run(30 * DAY_S + CALM_S), **of)
+
+
+@pytest.mark.long  # ten thousand job-years
+@pytest.mark.parametrize("part", range(100))
+def test_a_year_of_failures(part: int) -> None:
+    for seed in range(10_000 + part * 100, 10_000 + (part + 1) * 100):
+        one, of = chance(seed, days=365, mean_days=7.0)
+        check(one, one.run(365 * DAY_S + CALM_S), **of)
+
+
+def every(seconds: float, kind: Kind, hosts: int, *, days: float = 60.0, away: float = 600.0) -> list[Happening]:
+    """The same thing, to one host after the other."""
+    return [
+        Happening(at=seconds * (n + 1), kind=kind, hosts=(f"h{n % hosts}",), seconds=away)
+        for n in range(int(days * DAY_S / seconds))
+    ]
+
+
+def random_ones(hosts: int, number: int, days: float) -> list[Happening]:
+    """So many failures in so many days, by chance."""
+    mean = days * DAY_S / number * hosts
+    many = failures(random.Random(3), [f"h{n}" for n in range(hosts)], mean, repair_s=3600.0)
+    return [*takewhile(lambda one: one.at < days * DAY_S, many)]
+
+
+# Who tells of it; hosts, spare ones, job, work, what happened; the code at the end (None: it trains), the most
+# interruptions, the least goodput.
+HISTORIES_OF_OTHERS = {
+    "Llama 3, arXiv 2407.21783: 419 interruptions in 54 days": (
+        16, 1, {}, {"copy_every": 10}, random_ones(16, 419, 54), None, 500, 0.9,
+    ),
+    "BLOOM, arXiv 2211.05100: 48 nodes and 4 spares, one or two failures a week in 3.5 months": (
+        26, 2, {}, {"checkpoint_every": 10_000}, random_ones(26, 22, 105), None, 30, 0.97,
+    ),
+    "OPT-175B, arXiv 2205.01068: 105 restarts in two months, hosts taken away": (
+        10, 2, {}, {}, every(60 / 105 * DAY_S, "lost", 8, away=14_400.0), None, 120, 0.97,
+    ),
+    "504 B200s: three hosts of 63 were half of the exclusions": (
+        8, 2, {}, {}, every(9000.0, "crash", 1, days=1.0), None, 2, 0.9,
+    ),
+    "pytorch/pytorch#60910: a start that fails is repeated": (4, 0, {}, {"bug": 0, "bug_rank": None}, [], 75, 4, 0.0),
+    "ray-project/ray#41285: preemptions use up max_failures": (
+        4, 1, {}, {}, every(DAY_S, "preempted", 3), None, 60, 0.97,
+    ),
+    "ray-project/ray#41285: many retries, and a bug": (4, 0, {"max_restarts": 999}, {"bug": 70_000}, [], 77, 2, 0.0),
+    "rwth-i6/sisyphus#296: a job that ends each day, and proceeds": (
+        2, 0, {"max_restarts": 1}, {}, every(DAY_S, "runtime", 2), None, 60, 0.97,
+    ),
+    "marin-community/marin#4615: ten retries of what fails always": (
+        4, 0, {"max_restarts": 10}, {"bug": 0}, [], 77, 2, 0.0,
+    ),
+    "ray-project/ray#48797: short cuts over hours add up": (
+        4, 0, {}, {}, [Happening(at=3600.0 * n, kind="link", seconds=90.0) for n in range(1, 200)], None, 200, 0.8,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", HISTORIES_OF_OTHERS)
+def test_what_happened_to_others(source: str) -> None:
+    number, spare, more, work, story, code, most, least = HISTORIES_OF_OTHERS[source]
+    hosts = [f"h{n}" for n in range(number)]
+    job = job_of(number, spare_hosts=spare, host_timeout=DAY_S, **more)
+    one = Watched(job, hosts, Work(step_s=1.0, save_s=2.0, **{"checkpoint_every": 500, **work}), story)
+    last = max((each.at for each in story), default=DAY_S)
+    outcome = one.run(last + 3600)
+    assert outcome.code == code, outcome.why
+    assert 0.4 * most <= sum(outcome.interruptions.values()) <= most
+    assert outcome.goodput >= least, outcome.lost
+    if code is not None:  # nothing is tried for longer than minutes
+        hit = min(begun for begun, _ in one.starts) if work["bug"] == 0 else work["bug"]
+        assert outcome.seconds - hit < 1800
