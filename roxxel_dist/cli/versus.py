@@ -14,7 +14,7 @@ from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import check_local
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.place.directory import CONFIG
+from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.effect import check_effect, chosen
@@ -115,6 +115,8 @@ def _run(args: VersusArgs) -> tuple[Any, int]:
             held.enter_context(files.hold(info))
             if files.is_there:
                 _check_same(args, files, sides)
+                if is_study(files.path) and (ended := _ended(read_study(files.path), args.max_pairs)) is not None:
+                    return ended
                 search = run.open_sweep(options, None, Config.from_yaml(str(files.base_file)), None)
             else:
                 assert sides is not None
@@ -126,6 +128,18 @@ def _run(args: VersusArgs) -> tuple[Any, int]:
             search = run.create_study(search, None)
         code = run.search(search, write_study)
         return read_study(files.path, is_searched=False), code
+
+
+def _ended(study: Any, max_pairs: int) -> tuple[Any, int] | None:
+    """Print what a study says that needs no more pairs; None where it does."""
+    from roxxel_dist.sweep.report.versus import versus_text
+    from roxxel_dist.sweep.samplers.pairs import outcome
+
+    found = outcome(study.history, study.sweep.versus)
+    if found.ending is None and found.pairs + found.dropped < max_pairs:
+        return None
+    print(versus_text(study))
+    return study, 1 if found.is_vain else 0
 
 
 Side = tuple[Config, str | None, dict[str, Any], dict[str, str]]
@@ -207,14 +221,14 @@ def _check_alike(args: VersusArgs, config: Config, other: Config) -> None:
     rest = [[{key: one[key] for key in one if key not in OF_LENGTH} for one in rows] for rows in phases]
     length += ["phases"] * (shapes[0] != shapes[1])
     data += ["phases"] * (rest[0] != rest[1] and shapes[0] == shapes[1])
-    for names, what, allowed in (
-        (data, "data", args.different_data),
-        (length, "length", args.different_length),
+    for names, what, allowed, flag in (
+        (data, "data", args.different_data, "--different_data"),
+        (length, "length", args.different_length, "--different_length"),
     ):
         if names and not allowed:
             raise UserError(
                 f"A and B differ in {what} ({', '.join(names)}), so that a difference may come from that: give both "
-                f"the same, or allow it with --different_{what}"
+                f"the same, or allow it with {flag}"
             )
 
 
