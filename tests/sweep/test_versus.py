@@ -2,18 +2,23 @@
 
 import dataclasses
 import json
+import math
 import random
 import time
+from statistics import variance
 
 import pytest
 import trial_bodies
 import yaml
 from killed_drivers import ended, until
+from made_study import made_versus
 from sweep_desk import write_base
 
 from roxxel_dist.cli import main
+from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.config import Config
-from roxxel_dist.sweep.report.versus import versus_json, versus_text
+from roxxel_dist.sweep.driver import start
+from roxxel_dist.sweep.report.versus import pair_of_runs, versus_json, versus_text
 from roxxel_dist.sweep.samplers.pairs import outcome
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.space.versus import Versus
@@ -179,3 +184,63 @@ def test_bad_input_is_one_line(desk, monkeypatch, capfd, line, message):
     assert message in said.err
     assert (said.err.count("\n"), said.out) == (1, "")
     assert not (desk / "studies").exists()
+
+
+def test_two_runs_are_one_pair_and_no_verdict(tmp_path):
+    """The noise of the seed is that of the study which they are trials of, where it knows it."""
+    alone = [made_run(tmp_path / name, loss) for name, loss in (("one", 2.5), ("two", 2.25))]
+    found = pair_of_runs(read_runs(alone))
+    assert found is not None
+    assert (found.difference, found.noise) == (0.25, None)
+    assert "One pair gives no verdict: how far the seed alone moves it is not known here" in found.text()
+    assert pair_of_runs(read_runs(alone[:1])) is None
+    assert pair_of_runs(read_runs([*alone[:1], made_run(tmp_path / "nan", math.nan)])) is None
+    study = made_versus(tmp_path, [-0.1, -0.2, -0.3])
+    trials = [made_run(study / "trials" / str(number), 2.0 + number) for number in (0, 1)]
+    found = pair_of_runs(read_runs(trials))
+    assert found is not None
+    assert found.noise == pytest.approx(0.1)
+    assert found.text().endswith("moves such a difference by 0.1 (deviation; 3 pairs of compared)")
+
+
+def test_a_search_over_seeds_knows_their_noise(study):
+    sweep = {"method": "grid", "parameters": {"seed": {"min": 0, "max": 3}, "side": {"values": ["A", "B"]}}}
+    study.run(trial_bodies.paired, sweep, workers=2)
+    (study.path / "study.yaml").write_text(yaml.safe_dump(sweep))
+    runs = [made_run(study.path / "trials" / str(number), 2.0) for number in (0, 1)]
+    found = pair_of_runs(read_runs(runs))
+    assert found is not None
+    assert found.noise is not None
+    by_side = {}
+    for one in study.history.trials.values():
+        by_side.setdefault(one.params["side"], []).append(one.reports[-1][1])
+    assert found.noise == pytest.approx(math.sqrt(sum(variance(values) for values in by_side.values())))
+    assert "8 trials with other seeds of " in found.text()
+
+
+def made_run(folder, loss):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"step": 4, "val_loss": loss if math.isfinite(loss) else None}) + "\n"
+    )
+    Config().save_yaml(folder / "config.yaml")
+    return folder
+
+
+def test_a_comparison_that_is_over_starts_nothing_and_is_shown(tmp_path, monkeypatch, capfd):
+    """Neither Ray nor a training: the verdict is in the journal; `top` and the page have it too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "run_sweep", None)
+    made_versus(tmp_path, [-0.1, -0.11, -0.1])
+    verdict = "A is better by 0.103 (0.0736 to 0.133; 90 %, 3 pairs)"
+    assert main(["versus", "--study", "compared"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == verdict
+    assert main(["versus", "--study", "compared", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["verdict"] == "A"
+    assert main(["top", "compared", "--once"]) == 0
+    shown = capfd.readouterr().out
+    assert verdict in shown
+    assert "compared  finished" in shown
+    assert main(["report", "compared"]) == 0
+    assert verdict in capfd.readouterr().out
+    assert verdict in (tmp_path / "compared" / "report" / "report.html").read_text()
