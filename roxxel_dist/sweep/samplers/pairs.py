@@ -134,11 +134,16 @@ def interval(differences: Sequence[float], level: float) -> tuple[float, float, 
     """(mean, low, high) of the confidence sequence for the mean of differences, at the pairs so far."""
     if not differences:
         return 0.0, -math.inf, math.inf
-    mean = fmean(differences)
+    mean, scale = fmean(differences), _scale(differences)
     half = half_width(len(differences), level)
-    spread = math.sqrt(fmean([(one - mean) ** 2 for one in differences]))
+    spread = scale * math.sqrt(fmean([((one - mean) / scale) ** 2 for one in differences]))
     half = spread * half if spread or math.isfinite(half) else math.inf
     return mean, mean - half, mean + half
+
+
+def _scale(differences: Sequence[float]) -> float:
+    """The largest: squares of what is divided by it neither overflow nor vanish."""
+    return max(map(abs, differences)) or 1.0
 
 
 def half_width(count: int, level: float) -> float:
@@ -150,9 +155,10 @@ def half_width(count: int, level: float) -> float:
 
 def evidence(differences: Sequence[float]) -> float:
     """log M_n, against a mean of 0."""
-    count, total, squares = len(differences), math.fsum(differences), math.fsum(one * one for one in differences)
-    if not squares:
+    if not any(differences):
         return 0.0
+    scaled = [one / _scale(differences) for one in differences]
+    count, total, squares = len(scaled), math.fsum(scaled), math.fsum(one * one for one in scaled)
     left = 1 - total * total / ((count + PRECISION) * squares)
     return 0.5 * math.log(PRECISION / (count + PRECISION)) - 0.5 * count * math.log(left)
 
@@ -208,7 +214,8 @@ def _needed(differences: Sequence[float], mean: float, versus: Versus) -> int | 
     count = len(differences)
     if count < 2:
         return None
-    spread = math.sqrt(math.fsum((one - mean) ** 2 for one in differences) / (count - 1))
+    scale = _scale(differences)
+    spread = scale * math.sqrt(math.fsum(((one - mean) / scale) ** 2 for one in differences) / (count - 1))
     margins = [abs(mean), 0.0 if versus.smallest is None else versus.smallest - abs(mean)]
     if (margin := max(margins)) <= 0 or half_width(MOST, versus.level) * spread >= margin:
         return None
