@@ -176,12 +176,15 @@ COMPUTE = frozenset(
         "check-layouts",
         "compare",
         "sweep",
+        "versus",
     }
 )
 """Commands that import jax or flax, or start processes that do."""
 ANYWHERE = frozenset({"ps", "logs", "attach", "stop", "join", "leave", "completion"})
 """Commands that need no working directory."""
-HANDLE_INTERRUPTS = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "join", "leave", "save", "doctor"})
+HANDLE_INTERRUPTS = frozenset(
+    {"sweep", "versus", "launch", "ps", "logs", "attach", "stop", "join", "leave", "save", "doctor"}
+)
 """Commands that wait for other processes, and have work to do when they are interrupted."""
 COMMANDS = {
     "demo": "roxxel_dist.cli.demo:demo",
@@ -202,6 +205,7 @@ COMMANDS = {
     "report": "roxxel_dist.cli.report:report",
     "top": "roxxel_dist.cli.top:top",
     "sweep": "roxxel_dist.cli.sweep:sweep",
+    "versus": "roxxel_dist.cli.versus:versus",
     "launch": "roxxel_dist.cli:launch_group",
     "doctor": "roxxel_dist.cli.doctor:doctor",
     "ps": "roxxel_dist.cli.jobs:ps",

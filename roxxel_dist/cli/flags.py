@@ -150,7 +150,7 @@ def flags_of(kind: Any, default: Any = None) -> list[Flag]:
 
 
 def _fields_of(kind: Any, default: Any) -> Iterator[Flag]:
-    types, section = get_type_hints(kind, include_extras=True), OPTIONS
+    types, section, before = get_type_hints(kind, include_extras=True), OPTIONS, ""
     for field in dataclasses.fields(kind):
         name, value = field.name, field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -160,7 +160,7 @@ def _fields_of(kind: Any, default: Any) -> Iterator[Flag]:
             continue
         hint, *marks = get_args(types[name]) if get_origin(types[name]) is Annotated else (types[name],)
         declared = next(base.__name__ for base in kind.__mro__ if name in inspect.get_annotations(base))
-        section = SWEEP_SECTIONS.get(name, section)
+        section, before = SWEEP_SECTIONS.get(name, section if declared == before else OPTIONS), declared
         yield Flag(
             name=name,
             hint=hint,

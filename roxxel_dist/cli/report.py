@@ -62,6 +62,7 @@ def _runs(args: ReportArgs) -> str:
     """Report runs; returns a message about pictures that could not be drawn."""
     from roxxel_dist.cli.run_table import report_table
     from roxxel_dist.run.report import differences, draw, no_pictures, read_runs
+    from roxxel_dist.sweep.report.versus import pair_of_runs
     from roxxel_dist.view.web.report import write_runs
 
     runs, folder = read_runs(args.runs), Path(args.out or "report")
@@ -70,12 +71,15 @@ def _runs(args: ReportArgs) -> str:
         pictures = [str(path) for path in draw(runs, folder)]
     except ImportError:
         missing = no_pictures()
-    page = write_runs(runs, folder)
+    page, pair = write_runs(runs, folder), pair_of_runs(runs)
     if args.json:
         numbers = [{"name": run.name, "path": str(run.path), **run.numbers()} for run in runs]
-        _print_json({"runs": numbers, "differences": differences(runs), "pictures": pictures, "page": str(page)})
+        more = {"pair": pair and dataclasses.asdict(pair), "pictures": pictures, "page": str(page)}
+        _print_json({"runs": numbers, "differences": differences(runs), **more})
     else:
         print(printable(report_table(runs)))
+        if pair is not None:
+            print(f"\n{printable(pair.text())}")
         print(f"\npage: {page}")
         if pictures:
             print("pictures: " + ", ".join(pictures))
@@ -97,6 +101,7 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     """Report a study; returns a message about pictures that could not be drawn."""
     from roxxel_dist.sweep.report.mixture import mixtures_of
     from roxxel_dist.sweep.report.text import as_json, table, write_best_config
+    from roxxel_dist.sweep.report.versus import versus_json, versus_text
     from roxxel_dist.sweep.study.folder import REPORT, read_study
     from roxxel_dist.view.web.report import write_study
 
@@ -111,13 +116,15 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     best = None if args.best_config is None else write_best_config(study, args.best_config)
     mixtures = mixtures_of(study)
     if not args.json:
-        print(table(study), flush=True)  # also where no picture can be written: the study of somebody else
+        shown = table(study) if study.sweep.versus is None else versus_text(study)
+        print(shown, flush=True)  # also where no picture can be written: the study of somebody else
         if mixtures is not None:
             print(printable("\n".join(mixtures.text())), flush=True)
     page, missing = write_study(study, Path(args.out) if args.out else study.path / REPORT, info)
     page = page if bucket is None or args.out else bucket.send_page(page)
     if args.json:
         found = {} if mixtures is None else {"mixture": mixtures.as_json()}
+        found |= {} if study.sweep.versus is None else {"versus": versus_json(study)}
         _print_json(as_json(study) | found | {"page": str(page)})
         return missing
     print(f"\npage: {page}")

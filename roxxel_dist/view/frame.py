@@ -11,6 +11,7 @@ from roxxel_dist.launcher.control.record import Restart
 from roxxel_dist.launcher.output.bar import clock, scaled
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.sweep.report.text import STATES, counts, parameter_columns, short_names, varied
+from roxxel_dist.sweep.report.versus import versus_text
 from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.utils.display import aligned, counted
@@ -278,7 +279,9 @@ def _study(state: StudyState, room: int) -> list[Text]:
     left += [] if state.left_s is None else [f"{clock(state.left_s)} left"]
     left += [] if state.steps_left is None else [f"{state.steps_left:,} steps left of the trials that run"]
     lines = [title, Text(method), Text("; ".join(left), "dim")]
-    if (best := history.best) is not None:
+    if sweep.versus is not None:
+        lines += map(Text, versus_text(study).splitlines())
+    elif (best := history.best) is not None:
         lines.append(
             Text(f"best {sweep.metric} {short(best.value)}: trial {best.number}, {_params(best.params)}", "green")
         )

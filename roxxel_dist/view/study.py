@@ -8,6 +8,7 @@ from pathlib import Path
 from roxxel_dist.cluster.file_lock import is_held
 from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.place.directory import DEFINITION, JOURNAL
+from roxxel_dist.sweep.samplers.pairs import outcome
 from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.folder import EXTRAS, Study, StudyDir
 from roxxel_dist.sweep.study.journal import History, Trial
@@ -86,6 +87,8 @@ def state_of(study: Study) -> StudyState:
 def _is_finished(study: Study) -> bool:
     """Whether every trial that was asked for has ended, one with a value, and no more trials are known to come."""
     history, sweep = study.history, study.sweep
+    if sweep.versus is not None:
+        return outcome(history, sweep.versus).ending is not None
     grid = sweep.space.size if (history.method or sweep.method) == "grid" else None
     count = min((n for n in (sweep.run_cap, grid) if n is not None), default=0)
     return history.best is not None and not (history.running or history.paused) and len(history.trials) >= count

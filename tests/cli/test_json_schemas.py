@@ -10,7 +10,7 @@ from command_lines import PATHS
 from json_schemas import main as write
 from json_schemas import schemas
 from jsonschema import Draft202012Validator
-from made_study import made_study
+from made_study import made_study, made_versus
 
 from roxxel_dist import Config
 from roxxel_dist.cli import main
@@ -38,6 +38,8 @@ TYPED = [
     ("verify runs/one", 0),
     ("verify runs/one/data", 0),
     ("verify damaged", 1),
+    ("versus --study compared --max_pairs 5", 0),
+    ("report compared", 0),
 ]
 
 LONG = {"audit", "check-layouts"}
@@ -58,6 +60,7 @@ def work(pair, tmp_path_factory):
     (folder / "runs" / "empty").mkdir()
     shutil.copy(folder / "runs" / "one" / "config.yaml", folder / "runs" / "empty")
     made_study(folder)
+    made_versus(folder, [-0.2, -0.21, float("nan"), -0.19, -0.2])
     return folder
 
 

@@ -29,6 +29,7 @@ BEGUN = {
     ("batch",): ["none", "--step", "1"],
     ("completion",): ["bash"],
     ("sweep",): ["--sweep_config", "none"],
+    ("versus",): ["none.yaml", "none.yaml"],
 }
 """Words that a command needs before it looks at the option in question; they name what is not there."""
 NEEDED = {"--skip_steps": ["--fork", "none@1", "--run_dir", "new"]}

@@ -22,6 +22,8 @@ from roxxel_dist.layouts.check import LayoutReport
 from roxxel_dist.run.estimate.estimate import RunEstimate
 from roxxel_dist.run.estimate.target_layouts import LayoutComparison
 from roxxel_dist.run.estimate.failures import FailureEstimate
+from roxxel_dist.sweep.report.versus import PairOfRuns
+from roxxel_dist.sweep.samplers.pairs import Comparison as Pairs
 from roxxel_dist.sweep.study.journal import State, Trial
 from roxxel_dist.utils.component import field_docs
 from roxxel_dist.view.job import JobState
@@ -213,14 +215,29 @@ def _report() -> Schema:
                 {
                     "runs": _list_of(run, "In the order of the command."),
                     "differences": noted(Mapping[str, list[Any]], "Config fields that differ: a value for each run."),
+                    "pair": {"anyOf": [of_fields(PairOfRuns), {"type": "null"}]},
                     "pictures": noted(list[str], "Files that were written."),
                     "page": page,
                 },
                 "Runs.",
             ),
             _study(page=page),
+            _study(page=page, versus=_versus()),
         ]
     }
+
+
+def _versus() -> Schema:
+    number = noted(float | None, "Null where there is none.")
+    pair = of_object({"seed": of_type(int), **dict.fromkeys(("a", "b", "difference", "mean", "low", "high"), number)})
+    return of_fields(
+        Pairs,
+        text=noted(str, "The verdict in a line."),
+        metric=noted(str, "What is compared: the last value that each training logged."),
+        names=noted(Mapping[str, str], "What A and B are."),
+        changes=noted(Mapping[str, Any], "The fields of B that A has not."),
+        each=_list_of(pair, "The pairs, with the mean and its interval after each."),
+    )
 
 
 def _top() -> Schema:
@@ -279,6 +296,7 @@ def schemas() -> dict[str, Schema]:
         "report": _report(),
         "top": _top(),
         "verify": _verify(),
+        "versus": _versus(),
     }
 
 

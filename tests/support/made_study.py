@@ -1,5 +1,6 @@
 """A study as a sweep leaves it, made quickly: a real journal, and run directories with numbers from a formula."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ import yaml
 
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.samplers import make
+from roxxel_dist.sweep.space.versus import Versus
 from roxxel_dist.sweep.study.folder import StudyDir
 from roxxel_dist.sweep.study.journal import Journal
 
@@ -108,3 +110,28 @@ def every_kind(path: Path, count: int = 12) -> Path:
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return path
+
+
+def made_versus(folder: Path, differences: list[float], **more: Any) -> Path:
+    """A comparison of lr 0.001 and 0.002 whose pairs have these differences; NaN: A gave no number."""
+    study, base = folder / "compared", Config(tokenizer_type="byte", lr=0.001)
+    versus = Versus(changes={"lr": 0.002}, names={"A": "base.yaml", "B": "lr=0.002"}, **more)
+    sweep = {"method": "grid", "parameters": Versus.parameters(base.seed)}
+    for name, content in {"sweep": sweep, "extras": {"versus": dataclasses.asdict(versus)}}.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    StudyDir(study).create(str(folder / "sweep.yaml"), str(folder / "extras.yaml"), base, {"data_path": str(folder)})
+    checked = StudyDir(study).sweep()
+    engine = make(checked)
+    with Journal(study, print) as journal:
+        journal.append({"event": "study", "metric": "val_loss", "goal": "minimize", "method": "grid", "seed": 0})
+        for value in [value for one in differences for value in (2 + one, 2.0)]:
+            trial, params = engine.ask()
+            start = {"event": "start", "trial": trial, "attempt": 0, "node": "here", "pid": 1}
+            journal.append({"event": "ask", "trial": trial, "params": params, "point": engine.point(trial)}, start)
+            if not math.isfinite(value):
+                journal.append({"event": "fail", "trial": trial, "kind": "nan", "reason": "no number", "log": None})
+                continue
+            journal.append({"event": "report", "trial": trial, "step": 9, "value": value})
+            end = {"params": params, "value": value, "seconds": 1.0, "stopped": None, "more": {}}
+            journal.append({"event": "result", "trial": trial, **end})
+    return study

@@ -30,6 +30,7 @@ RUN_BY = {
     "docs/howto/top.md": "test_guides.py",
     "docs/howto/browser.md": "test_guides.py",
     "docs/howto/tensorboard.md": "test_guides.py",
+    "docs/howto/versus.md": "test_guides.py",
     "docs/howto/exec.md": "test_howto_launching.py",
     "docs/howto/ssh.md": "test_howto_ssh.py",
     "docs/howto/gpu.md": "test_guides.py",

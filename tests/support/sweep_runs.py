@@ -75,6 +75,8 @@ class Study:
         self.said: list[str] = []
         self.more: dict[str, Any] = {}
         """Further settings of a driver that runs in its own process."""
+        self.extras: dict[str, Any] = {}
+        """The second file of the sweep."""
         self.changed: Callable[[Any, int | None], None] = lambda history, number: None
         self.changes = 0
         path.mkdir(exist_ok=True)
@@ -88,7 +90,7 @@ class Study:
             self.changes += 1
             self.changed(history, number)
 
-        given = sweep_of(sweep or ONE)
+        given = sweep_of(sweep or ONE, self.extras)
         return run_sweep(
             self.path, given, lambda: make(given, seed=1), body, self.task,
             SweepOptions(ray_address=self.address, **options), {"CPU": 1.0, **(resources or {})},
@@ -97,7 +99,8 @@ class Study:
 
     def start(self, body: str, sweep: dict[str, Any] | None = None, **options: Any) -> "subprocess.Popen[str]":
         """In a process of its own, in a process group of its own."""
-        told = {"sweep": sweep or ONE, "options": {"ray_address": self.address, **options}, "body": body, **self.more}
+        told = {"sweep": sweep or ONE, "extras": self.extras, "body": body, **self.more}
+        told |= {"options": {"ray_address": self.address, **options}}
         return subprocess.Popen(
             [sys.executable, trial_bodies.__file__, str(self.path), json.dumps(told)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -106,7 +109,8 @@ class Study:
 
     def task(self, trial: int, params: dict[str, Any], attempt: int) -> dict[str, Any]:
         folder, log = str(self.path), str(self.path / "logs" / f"{trial}.log")
-        return {"trial": trial, "params": params, "attempt": attempt, "folder": folder, "log": log}
+        more = self.more.get("task", {})
+        return {"trial": trial, "params": params, "attempt": attempt, "folder": folder, "log": log, **more}
 
     @property
     def history(self) -> Any:

@@ -212,6 +212,20 @@ def sliced(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"result": {"value": sliced_value(task["params"]["x"], step)}}
 
 
+def paired(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A training of side A or B: its loss has a part of the seed, and B's is 0.5 less. Side `nan` gives no number."""
+    side, seed = task["params"]["side"], task["params"]["seed"]
+    yield _start()
+    value = math.sin(99.0 * seed) - 0.5 * (side == "B") + 0.1 * math.sin(9.0 * seed + 5.0 * (side == "B"))
+    for step, more in ((1, 5.0), (2, -1.0), (3, 0.0)):  # its best report is not its last
+        time.sleep(task.get("sleep", 0.0) * (1 + (task["trial"] * 7) % 3))
+        yield {"report": {"step": step, "value": value + more}}
+    if side == task.get("oom"):
+        yield {"fail": {"kind": "oom", "reason": "RESOURCE_EXHAUSTED", "log": None}}
+        return
+    yield {"result": {"value": math.nan if side == task.get("nan") else value - 1.0}}
+
+
 def main() -> int:
     import process_ray
     import trial_bodies  # not __main__, which workers cannot import
@@ -223,7 +237,7 @@ def main() -> int:
     from roxxel_dist.sweep.space.sweep_file import sweep_of
 
     study, told = Path(sys.argv[1]), json.loads(sys.argv[2])
-    sweep = sweep_of(told["sweep"])
+    sweep = sweep_of(told["sweep"], told.get("extras"))
     for name, seconds in told.get("times", {}).items():
         module, _, constant = name.rpartition(".")
         setattr(import_module(f"roxxel_dist.{module}"), constant, seconds)

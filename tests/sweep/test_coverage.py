@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from roxxel_dist.sweep.report.confirmation import Confirmed, paired
-from roxxel_dist.sweep.report.surface import Estimate, effects, gain
+from roxxel_dist.sweep.report.surface import Estimate, effects, gain, interactions, surface
 from roxxel_dist.sweep.samplers.law import Law
 
 SHARES = 3
 SEEDS = 3
 """Of a confirmation."""
+OF_LAW = ("gain", "loss", "effect", "interaction", "surface")
+"""What the law says; of these neither fewer nor more than the level are to hold the truth."""
 QUICK = [(30, 0.1, 1, 0.0, 40), (30, 0.1, 3, 0.9, 24)]
 """Trials, noise in spans of the losses, validation sets, how alike their noise is, and how often it is tried. With
 weights
@@ -25,7 +27,7 @@ EVERY = [
 
 def held(count, noise, sets, alike, times):
     """Of `times` studies of trials with noise: the share of intervals that hold the truth, and of verdicts that do."""
-    found = {"gain": [], "loss": [], "effect": [], "verdict": []}
+    found = {name: [] for name in (*OF_LAW, "measured", "verdict")}
     for number in range(times):
         rng = np.random.default_rng([number, count, sets, int(alike * 10)])
         tilts, levels = -rng.uniform(0.2, 1.5, (sets, SHARES)), rng.uniform(-0.5, 0.5, sets)
@@ -54,8 +56,17 @@ def held(count, noise, sets, alike, times):
         for i, effect in enumerate(effects(draws, pair[0], slice(0, SHARES))):
             moved = np.stack([0.9 * pair[0] + 0.1 * np.eye(SHARES)[i], pair[0]])
             found["effect"].append(holds(effect, float(np.subtract(*true(moved)))))
+        for (i, j), both in interactions(draws, pair[0], slice(0, SHARES)):
+            unit = np.eye(SHARES)
+            ends = np.stack([0.8 * pair[0] + 0.1 * (unit[i] + unit[j]), 0.9 * pair[0] + 0.1 * unit[i]])
+            ends = np.concatenate([ends, [0.9 * pair[0] + 0.1 * unit[j], pair[0]]])
+            found["interaction"].append(holds(both, float(true(ends) @ [1, -1, -1, 1])))
+        for point in surface(draws, pair[0], slice(0, SHARES), np.zeros(SHARES), np.ones(SHARES)):
+            found["surface"].append(holds(point.metric, float(true(np.array([point.shares]))[0])))
         measured = [dict(enumerate(noisy(np.tile(one, (SEEDS, 1)), sizes).mean(axis=1))) for one in pair]
         confirmed = Confirmed(against="other", predicted=predicted, measured=paired(*measured), seeds=SEEDS)
+        assert confirmed.measured is not None
+        found["measured"].append(holds(confirmed.measured, value))
         found["verdict"].append(confirmed.is_inside)
     return {name: float(np.mean(values)) for name, values in found.items()}
 
@@ -71,4 +82,4 @@ def test_intervals_of_the_law_hold_their_level(case):
     print(case, found)
     error = 4 * math.sqrt(0.09 / case[-1])
     assert all(value > 0.9 - error for value in found.values()), found
-    assert all(found[name] < max(0.99, 0.9 + error) for name in ("gain", "loss", "effect")), found
+    assert all(found[name] < max(0.99, 0.9 + error) for name in OF_LAW), found

@@ -17,7 +17,7 @@ from commands import command, environment, wait_for
 from job_desk import LIMIT_S
 from made_mixtures import made_mixtures
 from made_rows import made_run
-from made_study import EVERY_KIND, every_kind, made_study
+from made_study import EVERY_KIND, every_kind, made_study, made_versus
 from ranks import RANK
 from runs import train
 from served_page import serve
@@ -214,6 +214,18 @@ def test_a_report_of_mixtures(browser, tmp_path, sets):
     assert len(browser.find(".surface svg polyline")) == (1 if sets == 2 else 0)
     assert "Confirmation" in browser.text()
     check(browser, f"mixture-{sets}")
+
+
+def test_a_report_of_a_comparison(browser, tmp_path):
+    """The verdict, a bar for the interval after each pair from the third on, and a row for each pair."""
+    study = made_versus(tmp_path, [-0.1, -0.3, -0.15, -0.2, -0.22])
+    assert main(["report", str(study)]) == 0
+    browser.requests.append("file")
+    browser.driver.get((study / "report" / "report.html").as_uri())
+    browser.wait(lambda: "A is better by 0.194" in browser.text(), "the verdict")
+    assert len(browser.find(".surface svg line.line")) == len(browser.find(".surface svg circle")) == 3
+    assert not [one for one in browser.find(".parallel") if one.is_displayed()]
+    check(browser, "versus")
 
 
 def test_a_study_with_values_of_every_kind(browser, tmp_path):

@@ -252,7 +252,7 @@ class Controller:
             stopped=stopped,
             more=more,
         )
-        self.decisions.ended(trial)
+        self._decided(self.decisions.ended(trial))
 
     def _write_stopped(self, trial: int, attempt: Attempt | None) -> None:
         """A trial that was stopped early has ended: its best report is its value."""
@@ -264,7 +264,7 @@ class Controller:
     def _write_failure(self, trial: int, kind: str, reason: str, log: str | None) -> None:
         params = self._history.trials[trial].params
         self._write("fail", trial, params=params, kind=kind, reason=reason, log=log)
-        self.decisions.ended(trial)
+        self._decided(self.decisions.ended(trial))
 
     def _not_finite(self, attempt: Attempt, value: Any, where: str) -> None:
         self._write_failure(attempt.trial, "nan", f"{self.sweep.metric} was {value}{where}", None)
@@ -328,6 +328,8 @@ class Controller:
     def _ended(self) -> Ending:
         if (ending := self._ending or self._last) is not None:
             return ending
+        if (compared := self.decisions.comparison) is not None and compared.ending is not None:
+            return Ending(code=1 if compared.is_vain else 0, reason=compared.ending)
         trials, failed = len(self._history.trials), self._history.count("failed")
         if failed and self._history.best is None:
             return Ending(code=1, reason=f"none of {trials} trials gave a value: {failed} failed")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted
+from roxxel_dist.sweep.samplers.pairs import Comparison, outcome
 from roxxel_dist.sweep.schedulers import PAUSING, Scheduler, make_scheduler
 from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.journal import History
@@ -29,6 +30,7 @@ class Decisions:
 
     Attributes:
         exhausted: why no more trials are asked for; None while they are.
+        comparison: of a study that compares two configurations, what it says of them.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class Decisions:
         self._history, self._make_engine, self._metric = history, make_engine, sweep.metric
         self._limit = min((n for n in (count, sweep.run_cap) if n is not None), default=math.inf)
         self._max_steps = math.inf if max_steps is None else max_steps
+        self._versus = sweep.versus
+        self.comparison: Comparison | None = None
         self._scheduler: Scheduler | None = make_scheduler(sweep)
         self._pauses = self._scheduler is not None and self._scheduler.name in PAUSING
         self._engine = self._told(make_engine(), {})
@@ -67,14 +71,27 @@ class Decisions:
                 engine.tell(number, estimates[number], trial.curve(self._metric))
         return engine
 
-    def ended(self, number: int) -> None:
-        """A trial has ended."""
+    def ended(self, number: int) -> list[Event]:
+        """A trial has ended; returns the others that pause, where a comparison has its verdict."""
         if not self._pauses:
             trial = self._history.trials[number]
             self._engine.tell(number, trial.value, trial.curve(self._metric))
+        return self._over()
+
+    def _over(self) -> list[Event]:
+        """All running trials pause, where a comparison is over."""
+        if self._versus is None:
+            return []
+        self.comparison = outcome(self._history, self._versus)
+        if (reason := self.comparison.ending) is None:
+            return []
+        self.exhausted = reason
+        return self.pause_all("versus", reason)
 
     def pending(self) -> list[Event]:
-        """The decisions about the last report that an earlier driver did not write down."""
+        """The decisions about the last line that an earlier driver did not write down."""
+        if over := self._over():
+            return over
         last = self._history.last
         return [] if last is None or last[0] != "report" else self._judge(last[1])
 
@@ -107,7 +124,7 @@ class Decisions:
 
     def next(self) -> Event | None:
         """Which trial gets a free worker: the event of a new trial, or of one that continues; None: no trial."""
-        if self.is_spent:
+        if self.is_spent or (self.comparison is not None and self.comparison.ending is not None):
             return None
         can_ask = self.exhausted is None and len(self._history.trials) < self._limit
         if (going_on := self._choose(can_ask=can_ask)) is not None:

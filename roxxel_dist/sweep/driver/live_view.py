@@ -8,6 +8,8 @@ from typing import Any
 from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.sweep.report.text import STATES, parameter_columns, short_names
+from roxxel_dist.sweep.samplers.pairs import outcome
+from roxxel_dist.sweep.space.versus import Versus
 from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.sweep.study.journal import History, Trial
 from roxxel_dist.utils.display import aligned
@@ -24,11 +26,20 @@ class LiveView:
         count: trials in all; None where there is no end.
         workers: trials that run at once.
         names: the parameters that are searched, which are shown.
+        versus: of a comparison, what it compares.
         now: seconds since 1970.
     """
 
-    def __init__(self, count: int | None, workers: int, names: list[str], now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        count: int | None,
+        workers: int,
+        names: list[str],
+        versus: Versus | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._count, self._workers, self._names, self._now = count, workers, names, now
+        self._versus, self._pairs = versus, 0
         self._history: History | None = None
         self._shown: dict[int, tuple[str, int]] = {}
         self._live: Any = None
@@ -67,6 +78,14 @@ class LiveView:
                     self._announce(trial, history)
 
     def _announce(self, trial: Trial, history: History) -> None:
+        self._announce_end(trial, history)
+        if self._versus is not None and trial.state != "running":
+            found = outcome(history, self._versus)
+            if (pairs := found.pairs + found.dropped) > self._pairs:
+                self.log(f"pair {pairs}: {found.ending or found.text()}")
+            self._pairs = pairs
+
+    def _announce_end(self, trial: Trial, history: History) -> None:
         if trial.state == "failed":
             self.log(f"trial {trial.number} failed: {trial.reason}")
         elif self._live is not None:
@@ -75,9 +94,9 @@ class LiveView:
             if trial.attempts:
                 again = f" again (attempt {trial.attempts})" if trial.attempts > 1 else ""
                 self.log(f"trial {trial.number} runs{again}: {self._params(trial)}")
-        else:
+        elif trial.value is not None or self._versus is None:
             best, left = history.best, self._left(history)
-            tail = "" if best is None else f"; best {best.value:.6g} of trial {best.number}"
+            tail = "" if best is None or self._versus is not None else f"; best {best.value:.6g} of trial {best.number}"
             tail += "" if left is None else f"; {clock(left)} left"
             self.log(f"trial {trial.number} {STATES[trial.state]}: {history.metric} {short(trial.value)}{tail}")
 
@@ -92,6 +111,8 @@ class LiveView:
         lines = [Text(self.counts(history), style="bold")]
         if (best := history.best) is not None:
             text = f"best {history.metric} {best.value:.6g}: trial {best.number}, {self._params(best)}"
+            if self._versus is not None:
+                text = outcome(history, self._versus).text()
             lines.append(Text(text, style="green"))
         trials = list(history.running.values())[:ROWS]
         names, *values = parameter_columns(trials, self._names)

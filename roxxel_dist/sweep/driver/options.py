@@ -35,30 +35,11 @@ class TrialResources:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions:
-    """Settings of a sweep: each field is a flag of `roxxel-dist sweep`.
+class TrialOptions:
+    """Settings of trials: how many run at once, and what each takes of which machines."""
 
-    Raises:
-        ValueError: a value breaks its rule.
-    """
-
-    sweep_config: str | None = None
-    """YAML file of the sweep, in the format of W&B: method, metric, parameters … An existing study has a copy."""
-    extras: str | None = None
-    """A second YAML file, for keys that the format of W&B does not have: derived, constraints, when, resources."""
-    data_path: str | None = None
-    """A text file, a folder of text, or shards made by `data build`. An existing study uses its own data."""
-    count: int | None = None
-    """Number of trials, those of earlier starts included. Default: run_cap of the YAML file, else until Ctrl-C."""
-    study: str | None = None
-    """Folder of the study, or an address (s3://…, gs://…, az://…). An existing study continues. Default: studies/NAME,
-    where NAME is that of the YAML file or the sweep id."""
     workers: int = 1
     """Number of trials that run at the same time."""
-    method: str | None = None
-    """bayes, tpe, random or grid. Default: the method of the YAML file."""
-    sweep_seed: int = 0
-    """Random seed of the search. The seed of each training is `seed`."""
     ray_address: str | None = None
     """A Ray cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head. Default: a private Ray on
     this machine."""
@@ -72,6 +53,37 @@ class SweepOptions:
     """CPUs that Ray reserves for a trial on each of its nodes. Default: `resources` of --extras, or one a process."""
     gpus_per_trial: int | None = None
     """GPUs of each trial, on all its nodes together. Default: all GPUs of its nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Settings of a search: what is searched, from what, and how."""
+
+    sweep_config: str | None = None
+    """YAML file of the sweep, in the format of W&B: method, metric, parameters … An existing study has a copy."""
+    extras: str | None = None
+    """A second YAML file, for keys that the format of W&B does not have: derived, constraints, when, resources."""
+    data_path: str | None = None
+    """A text file, a folder of text, or shards made by `data build`. An existing study uses its own data."""
+    count: int | None = None
+    """Number of trials, those of earlier starts included. Default: run_cap of the YAML file, else until Ctrl-C."""
+    study: str | None = None
+    """Folder of the study, or an address (s3://…, gs://…, az://…). An existing study continues. Default: studies/NAME,
+    where NAME is that of the YAML file or the sweep id."""
+    method: str | None = None
+    """bayes, tpe, random or grid. Default: the method of the YAML file."""
+    sweep_seed: int = 0
+    """Random seed of the search. The seed of each training is `seed`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(TrialOptions, SearchOptions):
+    """Settings of a sweep: each field is a flag of `roxxel-dist sweep`.
+
+    Raises:
+        ValueError: a value breaks its rule.
+    """
+
     max_trial_time: str | None = None
     """Time limit of a trial: seconds, or for example 90m, 2h, 1d. Then the trial ends, and its best value counts."""
     max_steps_total: int | None = None

@@ -34,9 +34,10 @@ from roxxel_dist.sweep.driver.live_view import LiveView
 from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.driver.start import run_sweep
-from roxxel_dist.sweep.driver.sweep_run import ANNEAL, SweepRun
+from roxxel_dist.sweep.driver.sweep_run import ANNEAL, NO_FIELDS, SweepRun
 from roxxel_dist.sweep.executors.private_disk import run_in_bucket
 from roxxel_dist.sweep.report.text import table
+from roxxel_dist.sweep.report.versus import versus_text
 from roxxel_dist.sweep.samplers import SpaceExhausted
 from roxxel_dist.sweep.schedulers import make_scheduler
 from roxxel_dist.sweep.study.folder import (
@@ -88,7 +89,7 @@ def open_sweep(
     if path is not None and not is_tokens(path) and not os.path.exists(path):  # NAME may be NAME.rox
         raise UserError(f"--data_path {path}: no such file or folder: check the path")
     for name in sorted(run.swept) if is_ours else ():
-        if name not in FIELD_TYPES and name not in SECTIONS and name != ANNEAL:
+        if name not in FIELD_TYPES and name not in SECTIONS and name not in NO_FIELDS:
             raise UserError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
     refuse_led(run.sweep, program=not is_ours, server=run.server is not None)
     run = replace(run, sweep=with_data(run.sweep, run.config, run.data_path, run.swept_fields))
@@ -98,11 +99,13 @@ def open_sweep(
                 f"--transfer_to {options.transfer_to}: the sweep runs a program of your own, which has no Config"
             )
         run = replace(run, wide=wide_config(options.transfer_to, run.config, run.swept))
-    check_metric(run)
+    for side in run.sides:
+        check_metric(side)
     check_comparable(run)
     check_pauses(run)
     if is_ours and run.server is None:
-        check_of_trainings(run.sweep, flat_fields(run.base), run.config, path)
+        for side in run.sides:
+            check_of_trainings(run.sweep, flat_fields(side.base), side.config, path)
         check_command(run.sweep)
         check_integers(run.sweep)
         if not run.study.is_there:
@@ -143,7 +146,7 @@ def search(run: SweepRun, write_page: WritePage) -> int:
 
     Raises UserError where the study is held, or nothing can run.
     """
-    with LiveView(run.count, run.options.workers, run.searched) as view:
+    with LiveView(run.count, run.options.workers, run.searched, run.sweep.versus) as view:
         for line in _notes(run):
             view.log(line)
         try:
@@ -212,13 +215,16 @@ def _notes(run: SweepRun) -> list[str]:
 def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
     """Print why it ended and the best, and write the page."""
     study = read_study(run.study.path, run.study.url, is_searched=False)  # this driver has ended
-    print(f"{table(study)}\n\n{reason}", flush=True)
+    text = f"{table(study)}\n\n{reason}" if run.sweep.versus is None else versus_text(study)
+    print(text, flush=True)
     try:
         page, missing = write_page(study, study.path / REPORT, lambda line: print(line, flush=True))
         page = page if run.bucket is None else run.bucket.send_page(page)
     except OSError as error:  # the sweep has ended all the same, and the journal has all
         page, missing = f"not written ({error.strerror or error}): roxxel-dist report {study.place} makes it", ""
     print("\n".join([f"page: {page}", *([missing] if missing else [])]))
+    if run.sweep.versus is not None:
+        return
     if study.done and ANNEAL in run.swept:
         print(f"the run of the best branch: {study.run_dir(study.done[0])}")
     elif study.done and run.program is None:

@@ -1,7 +1,7 @@
 """A sweep that can be run: what is searched, from what, and how."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from roxxel_dist.place.directory import is_study
 from roxxel_dist.settings.config import (
     SECTIONS,
+    Config,
 )
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.options import SweepOptions, TrialResources
@@ -17,6 +18,7 @@ from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import Parameter, Params, Sweep
 from roxxel_dist.sweep.space.trial_phases import is_of_phases
 from roxxel_dist.sweep.space.values import as_text
+from roxxel_dist.sweep.space.versus import SEED, SIDE, SIDES
 from roxxel_dist.sweep.study.folder import (
     CORPUS,
     IDENTITY,
@@ -32,6 +34,8 @@ from roxxel_dist.utils.display import counted
 
 ANNEAL = "anneal"
 """The parameter of a sweep that is no field of a Config: RUN@STEP, from which each trial is a decay branch."""
+NO_FIELDS = frozenset({ANNEAL, SIDE})
+"""Parameters that are no fields of a Config."""
 KNOWN_CONFIGS = 1000
 """So many Configs of trials are kept: one is asked for when it is proposed and when its task is made."""
 
@@ -66,6 +70,14 @@ class SweepRun:
     def base(self) -> dict[str, Any]:
         """`config` by field."""
         return self.config.to_dict()
+
+    @property
+    def sides(self) -> list["SweepRun"]:
+        """Of a comparison, the same from the config of each side; else this one."""
+        if self.sweep.versus is None:
+            return [self]
+        configs = [Config.from_dict({**self.base, **self.sweep.versus.fields(side)}) for side in SIDES]
+        return [replace(self, config=config) for config in configs]
 
     @property
     def method(self) -> str:
@@ -106,6 +118,9 @@ class SweepRun:
     @property
     def description(self) -> str:
         """The method and the search space, in a line."""
+        if (compared := self.sweep.versus) is not None:
+            names = " against ".join(f"{side} ({compared.names[side]})" for side in SIDES)
+            return f"{names} by {self.sweep.metric}, interval of {compared.level:.0%}, whole trainings alone"
         words = " ".join(word for word in self.program or () if not word.startswith("${"))
         program, sweep = f" of {words}" if words else "", self.sweep
         searched = counted(len(self.searched), "parameter")
@@ -117,6 +132,9 @@ class SweepRun:
         begun, size, workers = len(self.history().trials), self.sweep.space.size, self.options.workers
         line = "trials until Ctrl-C" if self.count is None else counted(self.count, "trial")
         line += f", {begun} of them begun before" if begun else ""
+        if self.sweep.versus is not None and self.count is not None:
+            line = f"{counted(self.count // 2, 'pair')} at most" + (f", {begun} trials begun before" if begun else "")
+            size = None
         line += "" if size is None else f"; the space has {size:,} points"
         return line + (f"; {workers} at once" if workers > 1 else "")
 
@@ -130,8 +148,14 @@ class SweepRun:
         if key not in self._configs:
             if len(self._configs) >= KNOWN_CONFIGS:
                 self._configs.clear()
-            fields = {name: value for name, value in params.items() if name != ANNEAL}
-            self._configs[key] = config_of(self.base, fields, self.swept - {ANNEAL}, self.sweep.data.groups)
+            if self.sweep.versus is not None:
+                changes = self.sweep.versus.fields(params[SIDE])
+                made = Config.from_dict({**self.base, **changes, SEED: params[SEED]})
+                made.validate()
+            else:
+                fields = {name: value for name, value in params.items() if name != ANNEAL}
+                made = config_of(self.base, fields, self.swept - {ANNEAL}, self.sweep.data.groups)
+            self._configs[key] = made
         return self._configs[key]
 
     @cached_property

@@ -18,6 +18,7 @@ from roxxel_dist.sweep.space.data_extras import DataExtras, data_extras
 from roxxel_dist.sweep.space.distributions import distribution
 from roxxel_dist.sweep.space.space import Parameter, Params, Space
 from roxxel_dist.sweep.space.values import kept
+from roxxel_dist.sweep.space.versus import Versus
 
 if TYPE_CHECKING:
     from roxxel_dist.sweep.space.passes import PassBudget
@@ -43,7 +44,7 @@ MEANS = {"mean_loss": "val_loss", "mean_bpb": "val_bpb"}
 """Metrics that are means over data sets by `weights`, and what is logged of each set, as `val_loss/<name>`."""
 PER_TOKEN = {"val_loss": "val_bpb", "train_loss": "val_bpb", "train_eval_loss": "val_bpb", "mean_loss": "mean_bpb"}
 """Metrics per token, before any `/`, and what measures the same per byte."""
-EXTRAS = ("constraints", "derived", "mixtures", "phase_ends", "resources", "when")
+EXTRAS = ("constraints", "derived", "mixtures", "phase_ends", "resources", "versus", "when")
 LISTS = {"constraints": "a list of formulas", "mixtures": "a list of mixtures"}
 """The keys of the second file that hold lists; others are mappings."""
 
@@ -70,6 +71,8 @@ class Sweep:
     rules: Rules = field(default_factory=Rules)
     data: DataExtras = field(default_factory=DataExtras)
     """What is searched of the data: shares, and ends of phases."""
+    versus: Versus | None = None
+    """Of a study that compares two configurations: which, and when it ends."""
     locator: "YamlLocator | None" = field(default=None, compare=False, repr=False)
     """Where in the file its keys stand."""
     names_metric: bool = field(default=False, compare=False)
@@ -268,6 +271,7 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, extras: Mapping[str
         early_terminate=_early_terminate(with_numbers(content.get("early_terminate")), locator),
         rules=rules,
         data=data,
+        versus=_versus(extras.get("versus"), other),
         locator=locator,
         names_metric="metric" in content,
         **texts,
@@ -419,6 +423,14 @@ def _rules(content: Mapping[str, Any], locator: YamlLocator, parameters: Any) ->
         when={name: conditions[name] for name in _in_order("when", depends, locator)},
         resources=resources,
     )
+
+
+def _versus(spec: Any, locator: YamlLocator) -> Versus | None:
+    """What `roxxel-dist versus` has written."""
+    try:
+        return None if spec is None else Versus(**spec)
+    except TypeError:
+        raise locator.error(["versus"], "`roxxel-dist versus` writes this key: leave it out") from None
 
 
 def _in_order(key: str, needed: Mapping[str, set[str]], locator: YamlLocator) -> list[str]:

@@ -12,8 +12,8 @@ from roxxel_dist.cluster.durable import write_file
 
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = (
-    "uPlot.iife.min.js", "dom.js", "chart.js", "table.js", "parallel.js", "parts.js", "mixture.js", "views.js",
-    "page.js",
+    "uPlot.iife.min.js", "dom.js", "chart.js", "table.js", "parallel.js", "parts.js", "mixture.js", "versus.js",
+    "views.js", "page.js",
 )  # fmt: skip
 """In this order: each uses those before it."""
 LIVE = '{"live":true}'

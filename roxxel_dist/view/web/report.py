@@ -37,6 +37,8 @@ def write_study(study: Study, folder: Path, log: Callable[[str], None]) -> tuple
 
     if len(study.done) >= LARGE:
         log(f"writing the page of {len(study.done):,} trials …")
+    if study.sweep.versus is not None:
+        return _write(folder, study.name, [(state_of(study), {})]), ""
     shares, missing = dict[str, float](), ""
     with suppress(ImportError):  # scipy may be missing where a study is only read
         shares = importances(study)

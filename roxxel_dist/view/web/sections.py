@@ -14,6 +14,7 @@ from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.run.report import read_fields
 from roxxel_dist.sweep.report.text import STATES
+from roxxel_dist.sweep.report.versus import versus_json
 from roxxel_dist.sweep.space.distributions import CONTINUOUS, EXACT, Distribution
 from roxxel_dist.sweep.study.folder import Study, flat
 from roxxel_dist.sweep.study.journal import Trial
@@ -124,6 +125,8 @@ def _study(state: StudyState, brief: bool) -> Iterator[tuple[str, Any]]:
             "best_trial": best and best.number,
         },
     )
+    if not brief and sweep.versus is not None:
+        yield "versus", versus_json(study)
     if not brief:
         yield "parameters", list(sweep.space.names)
         yield "scales", {one.name: _scale(one.distribution) for one in sweep.space.free}

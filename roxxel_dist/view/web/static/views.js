@@ -271,13 +271,15 @@ class StudyView {
     this.sliceCharts = new Map();
     this.importance = h("div");
     this.mixture = h("div");
+    this.versus = h("div");
     this.filter = h("input", { type: "search", placeholder: "state, value of a parameter …", oninput: () => this.list() });
     this.count = h("span", { class: "note" });
     this.table = null;
     this.tableCard = card("Trials", h("div", { class: "controls" }, h("label", {}, "Filter ", this.filter), this.count));
     this.parallelCard = h("div", { class: "card" }, this.parallel.element);
-    this.element = h("div", {}, this.title, this.lead, this.tiles, this.parallelCard,
-      h("div", { class: "columns" }, h("div", { class: "card" }, this.best.element), h("div", { class: "card" }, this.curves.element)),
+    this.bestCard = h("div", { class: "card" }, this.best.element);
+    this.element = h("div", {}, this.title, this.lead, this.tiles, this.versus, this.parallelCard,
+      h("div", { class: "columns" }, this.bestCard, h("div", { class: "card" }, this.curves.element)),
       this.importance, this.mixture, this.slices, this.tableCard);
   }
 
@@ -297,9 +299,11 @@ class StudyView {
       ...Object.entries(head.counts).filter(([, count]) => count).map(([name, count]) => [name[0].toUpperCase() + name.slice(1), String(count)]),
       ["Time left", format.duration(head.left_s)], ["Steps left", isNumber(head.steps_left) ? format.integer(head.steps_left) : NONE],
     ]));
+    if (sections.versus) fill(this.versus, sections.versus, versusCard);
+    this.bestCard.hidden = this.slices.hidden = Boolean(sections.versus);
     if (sections.importance) fill(this.importance, sections.importance, importanceCard);
     if (sections.mixture) fill(this.mixture, sections.mixture, (found) => mixtureCards(found, head));
-    this.parallelCard.hidden = !this.names.length || !this.trials.some(({ value }) => isNumber(value));
+    this.parallelCard.hidden = Boolean(sections.versus) || !this.names.length || !this.trials.some(({ value }) => isNumber(value));
     if (!this.parallelCard.hidden) this.parallel.update(this.trials, this.names, head.metric, head.goal, sections.scales ?? {});
     this.scales = sections.scales ?? {};
     this.draw();

@@ -1,0 +1,273 @@
+"""The command that says which of two configurations is better."""
+
+import contextlib
+import dataclasses
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+from roxxel_dist.cli.arguments import check_new_run
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.data.files.discovery import check_local
+from roxxel_dist.launcher.output.console import info
+from roxxel_dist.place.directory import CONFIG, is_study
+from roxxel_dist.place.run_place import local_run
+from roxxel_dist.settings.config import Config
+from roxxel_dist.settings.effect import check_effect, chosen
+from roxxel_dist.settings.usage_errors import usage_errors
+from roxxel_dist.settings.values import with_numbers
+from roxxel_dist.sweep.driver.options import TrialOptions
+
+DATA = ("datasets", "validation", "val_fraction", "eval_iters", "tokenizer_type", "data_dtype", "passes")
+"""Fields that say what is read, and on what is measured."""
+LENGTH = ("max_steps", "patience")
+OF_LENGTH = ("steps", "epochs", "batch_size")
+"""The keys of a phase that say how long it is; its others say what is read."""
+OF_PEOPLE = ("seed", "name", "notes", "tags", "wandb", "wandb_project", "cache_dir", "cache_gb", "store_timeout")
+"""Fields that no configuration is compared by."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VersusArgs(TrialOptions):
+    """Say which of two configurations is better, A or B: versus A.yaml B.yaml, or versus A.yaml --set lr=0.002.
+
+    Both are trained in pairs that share seed, data order and validation rows, as trials of a study. After each pair
+    there is an interval for the mean difference that holds its level however often you look. It ends when that
+    excludes 0, when it lies within --smallest, or after --max_pairs. Each training has its whole length: a look at a
+    shorter one is not used. The same command again continues.
+    """
+
+    own_first: ClassVar[bool] = True
+
+    configs: Positional[tuple[str, ...]] = ()
+    """A config file or a run directory for A, and one for B. An existing study needs none."""
+    config: str | None = None
+    """The config file of A, instead of the first argument."""
+    set: tuple[str, ...] = ()
+    """FIELD=VALUE …: B is A with these changes."""
+    study: str | None = None
+    """Folder of the study. An existing one continues. Default: studies/versus."""
+    data_path: str | None = None
+    """As of `train`, for both. Default: that of the run, if A is one."""
+    metric: str = "val_loss"
+    """What is compared: the last value that each training logs. An existing study has its own."""
+    maximize: bool = False
+    """More of the metric is better."""
+    level: float = 0.9
+    """The probability that the interval holds, at all looks together."""
+    smallest: float | None = None
+    """The smallest difference that matters: it ends with `same` when the interval lies within plus and minus this."""
+    max_pairs: int = 20
+    """Number of pairs after which it ends undecided, those of earlier starts included."""
+    different_data: bool = False
+    """Allow that A and B read, or are measured on, different data."""
+    different_length: bool = False
+    """Allow that A and B train for different lengths."""
+    json: bool = False
+    """Print JSON: difference (A less B), low, high, level, pairs, verdict (A, B, same or undecided), needed …"""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for numbers that cannot be."""
+        if self.max_pairs < 1:
+            raise UserError(f"--max_pairs {self.max_pairs}: must be at least 1")
+        check_local("--study", self.study)
+
+
+def versus(words: list[str]) -> int:
+    """Say which of two configurations is better, with an interval that holds its level whenever it ends."""
+    args = parse(VersusArgs, words, "versus")
+    with ExitStack() as held:
+        if args.json:  # standard output is JSON alone
+            held.enter_context(contextlib.redirect_stdout(sys.stderr))
+        study, code = _run(args)
+    if args.json:
+        import json
+
+        from roxxel_dist.sweep.report.versus import versus_json
+        from roxxel_dist.utils.display import plain
+
+        print(json.dumps(plain(versus_json(study)), indent=2))
+    return code
+
+
+def _run(args: VersusArgs) -> tuple[Any, int]:
+    """(the study, the exit code), once no more pairs are trained."""
+    from roxxel_dist.sweep.driver import run
+    from roxxel_dist.sweep.driver.options import SweepOptions
+    from roxxel_dist.sweep.study.folder import StudyDir, read_study
+    from roxxel_dist.view.web.report import write_study
+
+    with ExitStack() as held:
+        with usage_errors():
+            files = StudyDir(Path(args.study or "studies/versus"))
+            given = {field.name: getattr(args, field.name) for field in dataclasses.fields(TrialOptions)}
+            options = SweepOptions(**given, study=str(files.path), count=2 * args.max_pairs, data_path=args.data_path)
+            sides = _sides(args)
+            if sides is None and not files.is_there:
+                raise UserError(
+                    "nothing to compare: name two configs, as in versus A.yaml B.yaml, or one and a change, as in "
+                    "versus A.yaml --set lr=0.002"
+                )
+            held.enter_context(files.hold(info))
+            if files.is_there:
+                _check_same(args, files, sides)
+                if is_study(files.path) and (ended := _ended(read_study(files.path), args.max_pairs)) is not None:
+                    return ended
+                search = run.open_sweep(options, None, Config.from_yaml(str(files.base_file)), None)
+            else:
+                assert sides is not None
+                config, data_path, changes, names = sides
+                folder = held.enter_context(TemporaryDirectory())
+                definition, extras = _write(Path(folder), args, config, changes, names)
+                options = dataclasses.replace(options, extras=extras, data_path=data_path)
+                search = run.open_sweep(options, definition, config, None)
+            search = run.create_study(search, None)
+        code = run.search(search, write_study)
+        return read_study(files.path, is_searched=False), code
+
+
+def _ended(study: Any, max_pairs: int) -> tuple[Any, int] | None:
+    """Print what a study says that needs no more pairs; None where it does."""
+    from roxxel_dist.sweep.report.versus import versus_text
+    from roxxel_dist.sweep.samplers.pairs import outcome
+
+    found = outcome(study.history, study.sweep.versus)
+    if found.ending is None and found.pairs + found.dropped < max_pairs:
+        return None
+    print(versus_text(study))
+    return study, 1 if found.is_vain else 0
+
+
+Side = tuple[Config, str | None, dict[str, Any], dict[str, str]]
+
+
+def _sides(args: VersusArgs) -> Side | None:
+    """(the config of A, its data, the fields that B changes, the names of both); None where nothing is named.
+
+    Raises UserError where they are not two configurations that can be compared.
+    """
+    places = [*([] if args.config is None else [args.config]), *args.configs]
+    if not places:
+        if args.set:
+            raise UserError(f"--set {args.set[0]} changes a config: name it, as in versus A.yaml --set {args.set[0]}")
+        return None
+    if len(places) > 2 or (len(places) == 2 and args.set):
+        more = places[2] if len(places) > 2 else f"--set {args.set[0]}"
+        raise UserError(f"{' and '.join(places[:2])} are A and B: leave {more} out")
+    if len(places) == 1 and not args.set:
+        raise UserError(f"{places[0]} is A, and there is no B: name a second config, or --set FIELD=VALUE")
+    config, data = _read(places[0])
+    other, other_data = _changed(config, args.set) if args.set else _read(places[1])
+    data_path = args.data_path or data
+    if args.data_path is None and not args.set and other_data != data:
+        raise UserError(f"data: {places[0]} reads {data}, and {places[1]} {other_data}: name it with --data_path")
+    before, after = (
+        {name: value for name, value in one.to_dict().items() if name not in OF_PEOPLE} for one in (config, other)
+    )
+    changes = {name: value for name, value in after.items() if value != before[name]}
+    second = places[1] if len(places) == 2 else " ".join(args.set)
+    if not changes:
+        raise UserError(f"{places[0]} and {second} are the same configuration but for the seed: nothing to compare")
+    _check_alike(args, config, other)
+    for one in (config, other):
+        if one.wandb == "online":
+            raise UserError("wandb is online, and the trials of a comparison write offline: use --set wandb=offline")
+        check_effect(one, chosen(one))
+        check_new_run(one, data_path)
+    return config, data_path, changes, {"A": places[0], "B": second}
+
+
+def _read(place: str) -> tuple[Config, str | None]:
+    """(the config of a file or of a run, the data of the run)."""
+    from roxxel_dist.run.metadata import data_of, saved_config
+
+    if Path(place).suffix in (".yaml", ".yml", ".json"):
+        return Config.from_yaml(place).with_absolute_paths(), None
+    run = local_run(place)
+    if not (run / CONFIG).is_file():
+        raise UserError(f"{place}: neither a config file (.yaml) nor a run directory, which has a {CONFIG}")
+    return Config.from_yaml(str(run / CONFIG)).with_absolute_paths(), data_of(saved_config(run), run)
+
+
+def _changed(config: Config, words: tuple[str, ...]) -> tuple[Config, None]:
+    """The config with the changes of --set."""
+    import yaml
+
+    changes = dict[str, Any]()
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (name and equals):
+            raise UserError(f"--set {word}: write FIELD=VALUE, such as lr=0.002")
+        try:
+            changes[name] = with_numbers(yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            raise UserError(f"--set {word}: the value is not valid YAML") from error
+    given = Config.from_dict(changes, "--set")  # other names of fields are known here
+    values = {name: getattr(given, name) for name in given.given}
+    return Config.from_dict({**config.to_dict(), **values}, "--set").with_absolute_paths(), None
+
+
+def _check_alike(args: VersusArgs, config: Config, other: Config) -> None:
+    """Raises UserError where both read other data, or train for other lengths, and no flag allows it."""
+    fields = [one.to_dict() for one in (config, other)]
+    phases = [_phases(one) for one in fields]
+    data = [name for name in DATA if fields[0][name] != fields[1][name]]
+    length = [name for name in LENGTH if fields[0][name] != fields[1][name]]
+    shapes = [[{key: one.get(key) for key in OF_LENGTH} for one in rows] for rows in phases]
+    rest = [[{key: one[key] for key in one if key not in OF_LENGTH} for one in rows] for rows in phases]
+    length += ["phases"] * (shapes[0] != shapes[1])
+    data += ["phases"] * (rest[0] != rest[1] and shapes[0] == shapes[1])
+    for names, what, allowed, flag in (
+        (data, "data", args.different_data, "--different_data"),
+        (length, "length", args.different_length, "--different_length"),
+    ):
+        if names and not allowed:
+            raise UserError(
+                f"A and B differ in {what} ({', '.join(names)}), so that a difference may come from that: give both "
+                f"the same, or allow it with {flag}"
+            )
+
+
+def _phases(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The phases of a config; without any the one that it means."""
+    whole = {name: fields[name] for name in ("epochs", "batch_size")} | {"seq_len": fields["max_context"] + 1}
+    return fields["phases"] or [whole]
+
+
+def _write(folder: Path, args: VersusArgs, config: Config, changes: Any, names: Any) -> tuple[str, str]:
+    """(the file of the sweep that trains the pairs, its second file), written into a folder."""
+    import yaml
+
+    from roxxel_dist.sweep.space.versus import Versus
+
+    found = Versus(changes=changes, names=names, level=args.level, smallest=args.smallest)
+    metric = {"name": args.metric, "goal": "maximize" if args.maximize else "minimize"}
+    sweep = {"method": "grid", "metric": metric, "parameters": Versus.parameters(config.seed)}
+    files = folder / "versus.yaml", folder / "extras.yaml"
+    for file, content in zip(files, (sweep, {"versus": dataclasses.asdict(found)}), strict=True):
+        file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return str(files[0]), str(files[1])
+
+
+def _check_same(args: VersusArgs, files: Any, sides: Side | None) -> None:
+    """Raises UserError where a study that is there compares something else, or in another way."""
+    found = files.sweep().versus
+    if found is None:
+        raise UserError(f"--study {files.place} is a search, and no comparison: name another folder")
+    if sides is not None:
+        config, _, changes, _ = sides
+        before = Config.from_yaml(str(files.base_file)).to_dict()
+        is_same = all(before[name] == value for name, value in config.to_dict().items() if name not in OF_PEOPLE)
+        if not is_same or dict(found.changes) != changes:
+            raise UserError(f"--study {files.place} compares other configurations: name another folder")
+    for name in ("level", "smallest"):
+        given, known = getattr(args, name), getattr(found, name)
+        if given != known and given != getattr(VersusArgs, name):
+            raise UserError(
+                f"--{name} {given:g}: {files.place} was begun with {known}, and a verdict must not depend on what was "
+                f"seen: leave it out, or name another --study"
+            )
