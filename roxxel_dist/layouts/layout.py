@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, batch_sharding, make_mesh
+from roxxel_dist.cluster.mesh import AXES, batch_sharding, make_mesh
 
 NAMES = ("rows", "tokens", "fsdp", "tensor", "accum", "packing", "virtual")
 """All layouts, in the order in which they are compared."""
@@ -176,7 +176,7 @@ def layout_of_mesh(name: str, mesh: Mesh, sharding: NamedSharding, *, fsdp: bool
 
 def has_own_axes(mesh: Mesh) -> bool:
     """Whether a mesh is not one of `make_mesh`."""
-    return mesh.axis_names != (DATA, FSDP, TENSOR)
+    return mesh.axis_names != AXES
 
 
 def _on(mesh: Mesh, name: str, text: str, **more: Any) -> Layout:
