@@ -101,7 +101,7 @@ MISTAKES = [
     ([*SHARDED, "8", "--tensor_devices", "2"], "virtual_shards is 8, and the mesh is"),
     ([*WORDS, "--expert_devices", "2"], "expert_devices does nothing here, because use_moe is False"),
     ([*EXPERTS, "--n_experts", "6", "--expert_devices", "4"], "must divide n_experts, which is 6, as 3 does"),
-    ([*EXPERTS, "--n_experts", "3", "--expert_devices", "3"], "expert_devices is 3: it must divide 8 device(s), as 2 does"),
+    ([*EXPERTS, "--n_experts", "3", "--expert_devices", "3"], "it must divide 8 device(s), as 2 does"),
     ([*EXPERTS, "--expert_devices", "4", "--phases", PHASE.format(6, 17)], "divide the rows too: use 8, or 2 expert"),
     ([*EXPERTS, "--expert_devices", "4", "--virtual_shards", "8"], "virtual_shards is 8, and expert_devices is 4"),
     ([*SHARDED, "6"], "virtual_shards is 6: it must be a power of two"),
