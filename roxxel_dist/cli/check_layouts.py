@@ -33,7 +33,7 @@ class CheckLayoutsArgs(ConfigArgs):
     devices: int = 8
     """Number of devices, simulated on CPU. 0: the devices of this machine."""
     layouts: str | None = None
-    """Comma-separated: rows, tokens, fsdp, tensor, accum, packing, virtual. Default: all of them."""
+    """Comma-separated: rows, tokens, fsdp, tensor, experts, accum, packing, virtual. Default: all of them."""
     seq_len: int | None = None
     """Tokens of a row. Default: as many as in the longest phase, at most 65."""
     json: bool = False

@@ -1,17 +1,21 @@
 """Which numbers of devices a training can use: integers, without jax."""
 
+import math
 from dataclasses import dataclass
 
 from roxxel_dist.cluster.exit_codes import UserError
 
 
-def mesh_shape(devices: int, *, n_devices: int = 0, fsdp: int = 1, tensor: int = 1) -> tuple[int, int, int]:
-    """The sizes of the axes "data", "fsdp" and "tensor" of a mesh.
+def mesh_shape(
+    devices: int, *, n_devices: int = 0, fsdp: int = 1, expert: int = 1, tensor: int = 1
+) -> tuple[int, int, int, int]:
+    """The sizes of the axes "data", "fsdp", "expert" and "tensor" of a mesh.
 
     Args:
         devices: how many there are.
         n_devices: how many to use, 0 for all.
-        fsdp: size of "fsdp", 0 for all that "tensor" leaves; "data" gets the rest.
+        fsdp: size of "fsdp", 0 for all that "expert" and "tensor" leave; "data" gets the rest.
+        expert: size of "expert".
         tensor: size of "tensor".
 
     Raises:
@@ -25,11 +29,15 @@ def mesh_shape(devices: int, *, n_devices: int = 0, fsdp: int = 1, tensor: int =
     count = n_devices or devices
     if tensor < 1 or count % tensor:
         raise UserError(f"tensor_devices is {tensor}: it must be at least 1, and divide the {count} device(s)")
-    fsdp = fsdp or count // tensor
-    if fsdp < 1 or count // tensor % fsdp:
-        share = f"{count} device(s)" + (f" / tensor_devices ({tensor})" if tensor > 1 else "")
+    share, left = f"{count} device(s)" + (f" / tensor_devices ({tensor})" if tensor > 1 else ""), count // tensor
+    if expert < 1 or left % expert:
+        best = max(size for size in range(1, left + 1) if left % size == 0 and size <= max(expert, 1))
+        raise UserError(f"expert_devices is {expert}: it must divide {share}, as {best} does")
+    share, left = share + (f" / expert_devices ({expert})" if expert > 1 else ""), left // expert
+    fsdp = fsdp or left
+    if fsdp < 1 or left % fsdp:
         raise UserError(f"fsdp_devices is {fsdp}: it must divide {share}; 0 stands for all of them")
-    return count // tensor // fsdp, fsdp, tensor
+    return left // fsdp, fsdp, expert, tensor
 
 
 def check_shard_count(count: int, devices: int) -> None:
@@ -48,7 +56,9 @@ class DeviceNeeds:
     n_devices: int = 0
     """Devices to use; 0: all."""
     fsdp: int = 1
-    """Devices that share one copy of the parameters; 0: all that "tensor" leaves."""
+    """Devices that share one copy of the parameters; 0: all that "expert" and "tensor" leave."""
+    expert: int = 1
+    """Devices that share the experts."""
     tensor: int = 1
     """Devices that compute on the same rows."""
     virtual_shards: int = 0
@@ -56,9 +66,9 @@ class DeviceNeeds:
 
     def check(self, devices: int) -> None:
         """Raises UserError, with the reason, where the training cannot use so many devices."""
-        data, fsdp, tensor = mesh_shape(devices, n_devices=self.n_devices, fsdp=self.fsdp, tensor=self.tensor)
+        shape = mesh_shape(devices, n_devices=self.n_devices, fsdp=self.fsdp, expert=self.expert, tensor=self.tensor)
         if self.virtual_shards:
-            check_shard_count(self.virtual_shards, data * fsdp * tensor)
+            check_shard_count(self.virtual_shards, math.prod(shape))
 
     def refusal(self, devices: int) -> str:
         """Why the training cannot use so many devices; empty where it can."""

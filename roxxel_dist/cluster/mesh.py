@@ -14,42 +14,45 @@ from roxxel_dist.cluster.device_counts import mesh_shape
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.xla_flags import CPU_DEVICES
 
-DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
-"""The axes of a mesh: copies of the model, the devices that share one copy of its parameters, and among these the ones
-that compute on the same rows together."""
+DATA, FSDP, EXPERT, TENSOR = AXES = "data", "fsdp", "expert", "tensor"
+"""The axes of a mesh: copies of the model, the devices that share one copy of its parameters, those that each have some
+of the experts, and those that compute on the same rows together."""
 TOKENS = "tokens"
 """The axis of a `phase_mesh` that the tokens of a row are cut over."""
 MOST_SIMULATED = 1024
 """Devices that a CPU simulates: each has threads of its own, and XLA needs 7 s of CPU time to make 4,096 of them."""
 
 
-def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over the devices of all processes, with the axes "data", "fsdp" and "tensor".
+def make_mesh(
+    n_devices: int = 0, *, fsdp: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A mesh over the devices of all processes, with the axes "data", "fsdp", "expert" and "tensor".
 
     jax orders the devices by how they are connected (on TPU), so that neighbours along "tensor", whose devices talk
     most, are neighbours; elsewhere they are neighbours in `jax.devices()`.
 
     Args:
         n_devices: how many devices to use, 0 for all.
-        fsdp: size of "fsdp", 0 for all that "tensor" leaves; "data" gets the rest.
+        fsdp: size of "fsdp", 0 for all that "expert" and "tensor" leave; "data" gets the rest.
+        expert: size of "expert".
         tensor: size of "tensor".
         devices: the devices there are; those of all processes if not given.
 
     Returns:
-        A mesh of [data, fsdp, tensor] devices; all three axes are there, also those of size 1.
+        A mesh of [data, fsdp, expert, tensor] devices; all four axes are there, also those of size 1.
 
     Raises:
         ValueError: more devices are asked for than there are, or they cannot be shared out so.
     """
     devices = list(jax.devices() if devices is None else devices)
-    shape = mesh_shape(len(devices), n_devices=n_devices, fsdp=fsdp, tensor=tensor)
+    shape = mesh_shape(len(devices), n_devices=n_devices, fsdp=fsdp, expert=expert, tensor=tensor)
     count = math.prod(shape)
     # Auto axes: with jax's newer default (Explicit) an ordinary model's gather raises ShardingTypeError.
-    axes, types = (DATA, FSDP, TENSOR), (AxisType.Auto,) * 3
+    types = (AxisType.Auto,) * len(AXES)
     if count == len(devices):
-        return jax.make_mesh(shape, axes, types, devices=devices)
+        return jax.make_mesh(shape, AXES, types, devices=devices)
     # Of some of them jax knows no order: they need not make up a torus.
-    return Mesh(np.asarray(devices[:count]).reshape(shape), axes, axis_types=types)
+    return Mesh(np.asarray(devices[:count]).reshape(shape), AXES, axis_types=types)
 
 
 def device_type(mesh: Any = None) -> Any:
@@ -84,18 +87,20 @@ def one_device(mesh: Mesh, device: Any = None) -> Mesh:
 
 
 def row_axes(mesh: Any) -> tuple[str, ...]:
-    """The axes, one at least, that the rows of a batch are cut over: "data" and "fsdp", those of size 1 left out.
+    """The axes, one at least, that the rows of a batch are cut over: all but "tensor", those of size 1 left out.
 
     Of a mesh with other axes it is the first one. Within a `jax.shard_map` over them a program sees the rows of its
     device alone, and there is none left.
     """
-    axes: tuple[str, ...] = tuple(axis for axis in (DATA, FSDP) if axis in mesh.axis_names) or mesh.axis_names[:1]
+    axes: tuple[str, ...] = (
+        tuple(axis for axis in (DATA, FSDP, EXPERT) if axis in mesh.axis_names) or mesh.axis_names[:1]
+    )
     axes = tuple(axis for axis in axes if mesh.shape[axis] > 1) or axes[:1]
     return tuple(axis for axis in axes if axis not in mesh.manual_axes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How a batch lies on a mesh: rows over "data" and "fsdp", or the first axis of a mesh with other ones.
+    """How a batch lies on a mesh: rows over `row_axes`, or the first axis of a mesh with other ones.
 
     Args:
         mesh: from `make_mesh`, or one of your own.
@@ -121,24 +126,26 @@ def phase_mesh(mesh: Mesh, rows: int) -> Mesh:
 
     R rows on N devices along "data" x "fsdp" are cut into r x t pieces, r x t = N, where r is the largest divisor of N
     that divides R. A group of t neighbours shares its rows, each with its part of the tokens. The order of the devices
-    stays, so arrays on either mesh go into one program.
+    stays, so arrays on either mesh go into one program. Devices along "expert" have rows of their own, so R is that of
+    each: "expert" must divide the rows.
 
     Args:
         mesh: from `make_mesh`; one of your own is returned as it is.
         rows: R, of a batch, or of a micro-batch.
 
     Returns:
-        `mesh` itself where N divides R, else one of [data, fsdp, tokens, tensor] devices: r = data x fsdp, t = tokens.
+        `mesh` itself where N divides R, or nothing can be cut so, else one of [data, fsdp, tokens, expert, tensor]
+        devices: r = data x fsdp, t = tokens.
     """
-    if mesh.axis_names != (DATA, FSDP, TENSOR):
+    if mesh.axis_names != AXES or rows % mesh.shape[EXPERT]:
         return mesh
     devices = mesh.shape[DATA] * mesh.shape[FSDP]
-    pieces = math.gcd(devices, rows)
+    pieces = math.gcd(devices, rows // mesh.shape[EXPERT])
     if pieces == devices:
         return mesh
     data = math.gcd(pieces, mesh.shape[DATA])
-    shape = data, pieces // data, devices // pieces, mesh.shape[TENSOR]
-    return Mesh(mesh.devices.reshape(shape), (DATA, FSDP, TOKENS, TENSOR), axis_types=(AxisType.Auto,) * 4)
+    shape = data, pieces // data, devices // pieces, mesh.shape[EXPERT], mesh.shape[TENSOR]
+    return Mesh(mesh.devices.reshape(shape), (DATA, FSDP, TOKENS, EXPERT, TENSOR), axis_types=(AxisType.Auto,) * 5)
 
 
 def simulate_devices(count: int) -> None:
@@ -188,7 +195,7 @@ def scalars_on(mesh: Mesh, numbers: Mapping[str, float]) -> dict[str, jax.Array]
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Every leaf cut along its first axis over the mesh's "data" and "fsdp" (see `row_axes`).
+    """Every leaf cut along its first axis over the mesh's `row_axes`.
 
     Raises:
         ValueError: the first axis is not a multiple of the devices.

@@ -1,9 +1,10 @@
-"""How parameters lie on a mesh of "data" x "fsdp" x "tensor": as the metadata of each asks, else by one rule.
+"""How parameters lie on a mesh of `AXES`: as the metadata of each asks, else by one rule.
 
 Along "tensor" devices share the work on the same rows (Shoeybi et al., "Megatron-LM", 2019): a matrix that leads into
 heads, hidden units or the vocabulary is split along its output dimension, the one that leads back along its input
 dimension. Between the two each device has its own heads or hidden units, and their results are added once. Along "fsdp"
 devices share memory alone (Rajbhandari et al., "ZeRO", 2020): the other dimension is split, and gathered for use.
+Along "expert" each has some of the experts of a mixture, and tokens go there (Lepikhin et al., "GShard", 2020).
 Decision 14.
 """
 
@@ -15,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, TOKENS, row_axes, row_shards, token_shards
+from roxxel_dist.cluster.mesh import AXES, DATA, EXPERT, FSDP, TENSOR, TOKENS, row_axes, row_shards, token_shards
 
 Axes = tuple[str | None, ...]
 """The axis that each dimension of an array is meant for, or None. An array with more dimensions has those of layers
@@ -75,19 +76,19 @@ def fsdp_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def axes_spec(shape: tuple[int, ...], mesh: Any, axes: Axes, *, fsdp: bool) -> P:
-    """What becomes of `axes` on this mesh. Small arrays stay whole.
+    """What becomes of `axes` on this mesh. Small arrays stay whole, but for those of experts.
 
-    A dimension that "tensor" does not divide is not cut over it. One that fsdp does not divide leaves that to the
-    largest other dimension that is free and divides.
+    A dimension that "expert" or "tensor" does not divide is not cut over it. One that fsdp does not divide leaves that
+    to the largest other dimension that is free and divides.
     """
     first = len(shape) - len(axes)  # behind the layers
     spec: list[str | None] = [None] * len(shape)
-    if math.prod(shape[first:]) < FSDP_MIN_SIZE:
-        return P()
-    pieces = mesh.shape.get(TENSOR, 1)
-    if TENSOR in axes and pieces > 1 and shape[i := first + axes.index(TENSOR)] % pieces == 0:
-        spec[i] = TENSOR
-    if fsdp and FSDP in axes:
+    large = math.prod(shape[first:]) >= FSDP_MIN_SIZE
+    for axis in (EXPERT, *[TENSOR] * large):
+        pieces = mesh.shape.get(axis, 1)
+        if axis in axes and pieces > 1 and shape[i := first + axes.index(axis)] % pieces == 0:
+            spec[i] = axis
+    if fsdp and large and FSDP in axes:
         intended, axis = first + axes.index(FSDP), fsdp_axis(mesh)
         free = [i for i in range(first, len(shape)) if spec[i] is None and shape[i] % mesh.shape[axis] == 0]
         if free:
@@ -102,13 +103,13 @@ def has_all_axes(mesh: Any) -> bool:
     of the rows, which a `jax.shard_map` has cut."""
     axes = tuple(axis for axis in mesh.axis_names if axis != TOKENS)
     left = [kind for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if axis not in mesh.manual_axes]
-    return axes == (DATA, FSDP, TENSOR) and TENSOR not in mesh.manual_axes and set(left) == {AxisType.Auto}
+    return axes == AXES and TENSOR not in mesh.manual_axes and set(left) == {AxisType.Auto}
 
 
 def constrain_batch(x: jax.Array) -> jax.Array:
     """`x` [B, L, ...] cut as a batch is, if a mesh from `make_mesh` or `phase_mesh` is set and divides its rows.
 
-    Rows are cut over "data" and "fsdp". Tokens are cut over "tokens", and over "tensor" too, as far as these divide
+    Rows are cut over `row_axes`. Tokens are cut over "tokens", and over "tensor" too, as far as these divide
     them: between two layers the devices along "tensor" would keep the same numbers (Korthikanti et al., "Reducing
     activation recomputation", 2022). Left to itself, XLA may cut activations as the parameters of fsdp are cut, and
     send them around. Along "data" alone it does what is meant, and programs stay the same to the bit.

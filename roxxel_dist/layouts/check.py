@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import EXPERT
 from roxxel_dist.layouts.compare import Difference, difference_in_noise, differences, differences_in_count
 from roxxel_dist.layouts.device_count import as_process
 from roxxel_dist.layouts.draws import draw_lines
@@ -115,8 +116,8 @@ def check_layouts(
         target: a `Config`; or a `Trainer` of parts, which is checked on its own mesh and data.
         data_path: of a config: a text file, a folder of text, or shards.
         devices: of a config: CPU devices to simulate, before jax makes its first device; 0: those of this machine.
-        layouts: names among "rows", "tokens", "fsdp", "tensor", "accum", "packing" and "virtual", "mesh" for the mesh
-            of a `Trainer` with axes of its own; None: all.
+        layouts: names among "rows", "tokens", "fsdp", "tensor", "experts", "accum", "packing" and "virtual", "mesh" for
+            the mesh of a `Trainer` with axes of its own; None: all.
         seq_len: tokens of a row, by default those of the longest phase, at most 65.
         done: called with each result.
 
@@ -252,6 +253,8 @@ class _Check:
         subject = self._subject
         if subject.mesh is not None and subject.sharding is not None and has_own_axes(subject.mesh):
             return layout_of_mesh(name, subject.mesh, subject.sharding, fsdp=subject.fsdp)
+        if name == "experts" and EXPERT not in self._weights.axes:
+            return f"no parameter names the axis {EXPERT!r}"
         return layout_of(name, self._devices)
 
     def _batch(self, name: BatchName) -> Any:

@@ -9,9 +9,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, batch_sharding, make_mesh
+from roxxel_dist.cluster.mesh import AXES, batch_sharding, make_mesh
 
-NAMES = ("rows", "tokens", "fsdp", "tensor", "accum", "packing", "virtual")
+NAMES = ("rows", "tokens", "fsdp", "tensor", "experts", "accum", "packing", "virtual")
 """All layouts, in the order in which they are compared."""
 OWN_MESH = "mesh"
 """The layout of a mesh with axes of the user's own."""
@@ -53,7 +53,7 @@ class Layout:
     @property
     def divides_parameters(self) -> bool:
         """Whether it is there to divide parameters, those that are large enough."""
-        return self.fsdp or self.name == "tensor"
+        return self.fsdp or self.name in ("tensor", "experts")
 
 
 def asked(names: Sequence[str] | None) -> tuple[str, ...]:
@@ -88,10 +88,10 @@ def few_rows(devices: int) -> int:
 def layout_of(name: str, devices: Sequence[Any]) -> Layout | str:
     """A layout of these devices; or why it is left out."""
     count = len(devices)
-    if name == "tensor" and count % 2:
+    if name in ("tensor", "experts") and count % 2:
         return f"2 does not divide {count} devices"
     if name == OWN_MESH:
-        return "the mesh has the axes of make_mesh: rows, fsdp and tensor are compared"
+        return "the mesh has the axes of make_mesh: rows, fsdp, tensor and experts are compared"
     return _OF_DEVICES[name](devices)
 
 
@@ -115,6 +115,12 @@ def _tensor(devices: Sequence[Any]) -> Layout:
     count, mesh = len(devices), make_mesh(tensor=2, devices=devices)
     sizes = {"devices of tensor": 2, "devices along the rows": count // 2, "devices": count}
     return _on(mesh, "tensor", f"2 devices share each row, {count // 2} groups", sizes=sizes)
+
+
+def _experts(devices: Sequence[Any]) -> Layout:
+    count, mesh = len(devices), make_mesh(expert=2, devices=devices)
+    sizes = {"devices of expert": 2, "devices": count}
+    return _on(mesh, "experts", f"2 devices share the experts, {count // 2} groups", sizes=sizes)
 
 
 def _accum(devices: Sequence[Any]) -> Layout:
@@ -148,6 +154,7 @@ _OF_DEVICES = {
     "tokens": _tokens,
     "fsdp": _fsdp,
     "tensor": _tensor,
+    "experts": _experts,
     "accum": _accum,
     "packing": _packing,
     "virtual": _virtual,
@@ -176,7 +183,7 @@ def layout_of_mesh(name: str, mesh: Mesh, sharding: NamedSharding, *, fsdp: bool
 
 def has_own_axes(mesh: Mesh) -> bool:
     """Whether a mesh is not one of `make_mesh`."""
-    return mesh.axis_names != (DATA, FSDP, TENSOR)
+    return mesh.axis_names != AXES
 
 
 def _on(mesh: Mesh, name: str, text: str, **more: Any) -> Layout:

@@ -64,6 +64,8 @@ class Weights:
     """Which of the rest are random keys, or count what was drawn by them."""
     other_kinds: tuple[str, ...]
     """The kinds of random numbers that threefry's stand for in the step, such as "rbg"."""
+    axes: frozenset[str]
+    """The axes of a mesh that parameters name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,7 @@ def initial_weights(model: nnx.Module | Callable[[], nnx.Module], layout: Layout
     keys = counted_keys(state.rest)
     rest = {name: keys[name] if name in keys else np.array(leaf) for name, leaf in state.rest.items()}
     numbers = {name: np.array(leaf) for name, leaf in hparams.items()}
+    asked = steps.split.params
     streams = steps.split.rest.streams | frozenset(keys)
     return Weights(
         params=params,
@@ -108,6 +111,7 @@ def initial_weights(model: nnx.Module | Callable[[], nnx.Module], layout: Layout
         keys=frozenset(keys),
         streams=streams,
         other_kinds=tuple(other_kinds(state.rest)),
+        axes=frozenset(str(axis) for axes in (*asked.axes, *asked.partition_spec) for axis in axes or ()),
     )
 
 

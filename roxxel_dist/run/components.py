@@ -98,7 +98,9 @@ class RunComponents:
         """
         config, every = self.config, processes or process_count()
         needs = config.device_needs
-        mesh = make_mesh(needs.n_devices, fsdp=needs.fsdp, tensor=needs.tensor, devices=self.devices)
+        mesh = make_mesh(
+            needs.n_devices, fsdp=needs.fsdp, expert=needs.expert, tensor=needs.tensor, devices=self.devices
+        )
         if processes:
             used = -(-mesh.size * processes // len(self.devices or jax.devices()))
         else:

@@ -312,7 +312,7 @@ def _mesh(components: RunComponents) -> Mesh:
     if shards:
         config = dataclasses.replace(config, n_devices=min(config.n_devices or here, here, shards), fsdp_devices=0)
         return dataclasses.replace(components, config=config).mesh()
-    groups = config.tensor_devices * max(1, config.fsdp_devices if config.fsdp else 1)
+    groups = config.tensor_devices * config.expert_devices * max(1, config.fsdp_devices if config.fsdp else 1)
     if config.n_devices > here or (config.n_devices or here) % groups:
         return make_mesh()
     return components.mesh()

@@ -158,6 +158,7 @@ class Config(_Copied):
         return DeviceNeeds(
             n_devices=self.n_devices,
             fsdp=self.fsdp_devices if self.fsdp else 1,
+            expert=self.expert_devices,
             tensor=self.tensor_devices,
             virtual_shards=self.virtual_shards,
         )
@@ -174,6 +175,12 @@ class Config(_Copied):
         for part in COMPONENTS:
             if part is not ModelConfig or values["model"] is None:  # ModelConfig does not describe a user-defined model
                 self.part(part)
+        if values["model"] is None and self.use_moe and self.n_experts % self.expert_devices:
+            best = max(n for n in range(1, self.expert_devices) if self.n_experts % n == 0)
+            raise UserError(
+                f"expert_devices is {self.expert_devices}: it must divide n_experts, which is {self.n_experts}, as "
+                f"{best} does"
+            )
         if values["phases"]:
             from roxxel_dist.curriculum.phases import all_phases  # numpy: not for --help
 

@@ -32,7 +32,9 @@ def _off(switch: str) -> Callable[[Mapping[str, Any]], bool]:
 RULES = (
     NoEffect(("epochs", "batch_size"), lambda v: bool(v["phases"]), "phases are given: change it in each phase"),
     NoEffect(
-        ("n_experts", "top_k_mlp", "alpha_balance"), _off("use_moe"), "use_moe is False: leave it out, or set use_moe"
+        ("n_experts", "top_k_mlp", "alpha_balance", "expert_devices"),
+        _off("use_moe"),
+        "use_moe is False: leave it out, or set use_moe",
     ),
     NoEffect(
         ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),

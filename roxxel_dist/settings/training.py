@@ -305,6 +305,9 @@ class ExperimentConfig:
     """Devices to use, of all processes together; 0 for all."""
     fsdp_devices: int = 0
     """Devices that share one copy of parameters and moments with fsdp; 0 for all, 1: as without fsdp."""
+    expert_devices: int = 1
+    """Expert parallelism: number of devices that share the experts of `use_moe`, and divide n_experts. Tokens go to
+    their experts and back; the rows of a batch are divided over these devices too."""
     tensor_devices: int = 1
     """Tensor parallelism: number of devices that share the computation of the same rows. Each has a part of the heads,
     hidden units and vocabulary."""
@@ -334,7 +337,7 @@ class ExperimentConfig:
     def __post_init__(self) -> None:
         for name in ("batch_size", "grad_accum"):
             _check_at_least(name, getattr(self, name), 1)
-        for name, least in (("n_devices", 0), ("fsdp_devices", 0), ("tensor_devices", 1)):
+        for name, least in (("n_devices", 0), ("fsdp_devices", 0), ("expert_devices", 1), ("tensor_devices", 1)):
             _check_at_least(name, getattr(self, name), least)
         if self.passes not in ("together", "apart"):
             raise UserError(f"passes is {self.passes!r}: it must be together or apart")

@@ -63,6 +63,7 @@ WORDS = ["--config", "small.yaml", "--data_path", "data"]
 FOUR = ["--n_devices", "4"]
 LAYERS = ["--no_rope_layer_interval", "2", "--num_blocks", "2"]
 OWN = ["--model", "own_model:build"]
+EXPERTS = [*WORDS, "--use_moe", "True"]
 SHARDED = [*WORDS, "--virtual_shards"]
 BLEND = [*WORDS, "--datasets", "{other: short}", "--phases", "["]
 W = "weights: {self: 1, other: 1}, batch_size: 8, seq_len"
@@ -98,6 +99,11 @@ MISTAKES = [
     ([*SHARDED, "2"], "virtual_shards is 2, and there are 8 devices"),
     ([*SHARDED, "8", "--phases", PHASE.format(12, 17), *FOUR], "not a multiple of virtual_shards (8): use"),
     ([*SHARDED, "8", "--tensor_devices", "2"], "virtual_shards is 8, and the mesh is"),
+    ([*WORDS, "--expert_devices", "2"], "expert_devices does nothing here, because use_moe is False"),
+    ([*EXPERTS, "--n_experts", "6", "--expert_devices", "4"], "must divide n_experts, which is 6, as 3 does"),
+    ([*EXPERTS, "--n_experts", "3", "--expert_devices", "3"], "it must divide 8 device(s), as 2 does"),
+    ([*EXPERTS, "--expert_devices", "4", "--phases", PHASE.format(6, 17)], "divide the rows too: use 8, or 2 expert"),
+    ([*EXPERTS, "--expert_devices", "4", "--virtual_shards", "8"], "virtual_shards is 8, and expert_devices is 4"),
     ([*SHARDED, "6"], "virtual_shards is 6: it must be a power of two"),
     ([*SHARDED, "8", "--phases", PHASE.format(6, 17)], "into 8 / 6 shards, which is no whole number: use a power of"),
     ([*SHARDED, "8", "--phases", PHASE.format(1, 9)], "of two pieces, and it has 8 tokens to predict: use rows of at"),

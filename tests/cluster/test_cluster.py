@@ -20,7 +20,7 @@ from roxxel_dist.cluster.stop_requests import FORWARD_S
 def test_a_mesh_over_all_devices_or_some():
     assert num_devices(make_mesh()) == 8
     mesh = make_mesh(4, tensor=2)
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "expert": 1, "tensor": 2}
     with pytest.raises(ValueError, match=r"n_devices is 9, but 8 device\(s\) are here"):
         make_mesh(9)
 

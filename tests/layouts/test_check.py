@@ -20,7 +20,7 @@ def statuses(report):
 def test_the_built_in_model_agrees_in_all_layouts(checked):
     report = checked(dropout_rate=0.1, use_moe=True, num_blocks=1, seq_len=17)
     assert report.agree, report.results
-    layouts = ["rows", "tokens", "fsdp", "tensor", "accum", "packing", "virtual"]
+    layouts = ["rows", "tokens", "fsdp", "tensor", "experts", "accum", "packing", "virtual"]
     assert statuses(report) == dict.fromkeys(layouts, "agrees")
 
 
@@ -28,7 +28,8 @@ def test_the_built_in_model_agrees_in_all_layouts(checked):
 def test_an_own_model_agrees_in_all_layouts(checked):
     report = checked(**OWN)
     assert report.agree, report.results
-    assert set(statuses(report).values()) == {"agrees"}
+    assert {name for name, status in statuses(report).items() if status != "agrees"} == {"experts"}
+    assert "no parameter names the axis 'expert'" in [result.text for result in report.results]
     whole = [result.layout for result in report.results if "each parameter is whole" in result.text]
     assert whole == ["fsdp", "tensor"]
 

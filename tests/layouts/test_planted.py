@@ -41,6 +41,9 @@ PLANTED = {
     "local_mask": ("model", "tokens", "rows", ("gradient", HEAD), None, "a part is missing"),
     "pieces_behind": ("model", "tokens", "rows", ("gradient", HEAD), None, "a part is missing"),
     "local_capacity": ("model", "rows", None, ("gradient", HEAD), None, "a part is missing"),
+    "local_experts_balance": ("loss", "experts", "fsdp", ("scalar", "balance_loss"), None, "copies on the devices"),
+    "dropped_by_experts": ("model", "experts", "rows", ("gradient", HEAD), None, "nearly the same"),
+    "shared_expert_twice": ("model", "experts", "accum", ("gradient", "blocks.1.shared"), 2, "added up twice"),
     "local_rms": ("model", "tensor", "rows", ("gradient", HEAD), None, "nearly the same"),
     "narrow_weight": ("model", "fsdp", "rows", ("gradient", HEAD), None, "a narrower type"),
     "bias_on_each": ("model", "tensor", "rows", ("gradient", HEAD), None, "another weight"),
@@ -57,7 +60,7 @@ PLANTED = {
     "one_copy": ("optimizer", "rows", "fsdp", ("update", HEAD), None, "copies on the devices differ"),
 }
 PACKED = {"phases": [{"steps": 1, "batch_size": 16, "seq_len": 33, "packing": "documents"}]}
-EXTRA = {"segments_at_border": PACKED}
+EXTRA = {"segments_at_border": PACKED, "local_experts_balance": {"model": "layouts.planted.mixture:build"}}
 """More fields of a config."""
 
 
@@ -73,7 +76,7 @@ def of_kind(result, kind):
 
 def check(checked, name):
     part, wrong, right, (kind, what), ratio, words = PLANTED[name]
-    report = checked(*{wrong, right} - {None}, **fields(name, part), **EXTRA.get(name, {}))
+    report = checked(*{wrong, right} - {None}, **fields(name, part) | EXTRA.get(name, {}))
     results = {result.layout: result for result in report.results}
     assert not report.agree
     assert right is None or results[right].status == "agrees", results[right]

@@ -64,6 +64,7 @@ CONFIGS = [
     BY_HAND,
     BY_HAND | PACKED,
     OWN | {"seed": 3},
+    OWN | {"model": "layouts.planted.mixture:build"},
     {"model": "own_model:build_attending"},
     {"model": "own_model:build_attending", "model_args": {"depth": 1}},
     {"model": "own_model:build", "loss": "own_model:loss"},
@@ -86,6 +87,7 @@ def test_a_sound_configuration_agrees(checked, monkeypatch, fields):
     compared = {result.layout: result.text for result in report.results if result.status == "agrees"}
     assert WHOLE not in compared["fsdp"]
     assert "model" in fields or WHOLE not in compared["tensor"]
+    assert "use_moe" not in fields or WHOLE not in compared["experts"]
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from roxxel_dist import Config
-from roxxel_dist.cluster.mesh import device_type, make_mesh
+from roxxel_dist.cluster.mesh import AXES, device_type, make_mesh
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.attention.kernels import kernel_for
 from roxxel_dist.model.config import ModelConfig
@@ -27,7 +27,7 @@ SHAPE = Shape(steps=1, batch_size=8, seq_len=129)
 def mesh_of(platform, kind):
     """A mesh of two devices that are not here."""
     device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
-    return AbstractMesh((2, 1, 1), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3, abstract_device=device)
+    return AbstractMesh((2, 1, 1, 1), AXES, (AxisType.Auto,) * 4, abstract_device=device)
 
 
 def traced(platform, kind, **fields):
@@ -81,7 +81,7 @@ def test_a_mesh_is_made_of_the_devices_that_are_given():
     some = jax.devices()[2:6]
     mesh = make_mesh(fsdp=2, devices=some)
     assert list(mesh.devices.flat) == some
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 1}
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 1}
     with pytest.raises(ValueError, match=r"n_devices is 5, but 4 device\(s\) are here"):
         make_mesh(5, devices=some)
 

@@ -11,7 +11,8 @@ from models import transformer, with_numbers
 
 from roxxel_dist.cluster.mesh import make_mesh, replicate
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.experts.moe import MixtureOfExperts, balance_of, choose, dense, ragged
+from roxxel_dist.model.experts.exchange import block_sizes
+from roxxel_dist.model.experts.moe import MixtureOfExperts, balance_of, by_device, choose, dense, ragged
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.transformer import Transformer
 
@@ -140,6 +141,40 @@ def test_both_forms_are_the_same():
 
     for one, other in zip(jax.tree.leaves(run(dense)), jax.tree.leaves(run(ragged)), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("busy", [None, [3, 5], [0, 1]])
+def test_no_token_is_dropped_however_uneven_the_load(busy):
+    """Each device sends all it has to two others, or to one: more than the first block of rows has room for."""
+    x, rng = tokens(512), np.random.default_rng(0)
+    chosen = np.argsort(rng.random((512, 8)), 1)[:, :2] if busy is None else np.tile(busy, (512, 1))
+    moe, gates = layer(n_experts=8), rng.random((512, 2)).astype(np.float32)
+
+    def run(x, gates, first, second):
+        y = by_device(x, chosen.astype(np.int32), gates, first, second, moe.activate)
+        return (y**2).sum(), y
+
+    args, run = (x, gates, moe.gate_up[...], moe.down[...]), jax.grad(run, argnums=(0, 1, 2, 3), has_aux=True)
+    expected = jax.jit(run)(*args)
+    with jax.set_mesh(make_mesh(8, expert=4)):
+        found = jax.jit(run)(*args)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6 * np.abs(other).max())
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "devices", "sizes"),
+    [
+        (8192, 4096, 8, (1152, 288)),
+        (8192, 8192, 4, (2304, 576)),
+        (64, 64, 8, (16, 16)),
+        (2, 1, 2, (64, 64)),
+        (12, 12, 3, (128, 128)),
+    ],
+)
+def test_blocks_have_room_for_an_even_load_and_an_eighth_more(rows, most, devices, sizes):
+    assert block_sizes(rows, most, devices) == sizes
+    assert all(size * devices % 128 == 0 for size in sizes)
 
 
 def test_balance_is_one_when_all_are_equally_busy():

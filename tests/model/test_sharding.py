@@ -69,8 +69,8 @@ def test_a_single_key_head_is_whole():
         ("attention.qkv.lora_a", ("fsdp", None)),
         ("attention.qkv.lora_b", (None, "tensor", None, None)),
         ("attention.out.lora_a", ("tensor", None)),
-        ("feedforward.gate_up_adapter.lora_b", (None, None, None, "tensor")),
-        ("feedforward.down_adapter.lora_a", (None, "tensor", None)),
+        ("feedforward.gate_up_adapter.lora_b", ("expert", None, None, "tensor")),
+        ("feedforward.down_adapter.lora_a", ("expert", "tensor", None)),
     ],
 )
 def test_adapters_lie_as_what_they_are_added_to(name, axes):

@@ -17,7 +17,7 @@ from states import init_state
 from roxxel_dist import Config, Curriculum, Experiment, Phase
 from roxxel_dist.cli.plan_table import layouts_table, table
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.cluster.mesh import AXES, make_mesh
 from roxxel_dist.devices.targets import Target
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.split import split_module
@@ -176,11 +176,11 @@ def test_how_devices_share_a_batch(shape, grad_accum, shared):
     ("axes", "spec", "text"),
     [
         (("x",), P("x", None), "would cut their tokens, and this one has the axes x 8)"),
-        (("data", "fsdp", "tensor"), P(None, "data"), "(without data_sharding, which is "),
+        (AXES, P(None, "data"), "(without data_sharding, which is "),
     ],
 )
 def test_a_layout_of_the_users_own_is_told_what_would_cut_its_rows(axes, spec, text):
-    mesh = jax.make_mesh((8, 1, 1)[: len(axes)], axes, (AxisType.Auto,) * len(axes))
+    mesh = jax.make_mesh((8, 1, 1, 1)[: len(axes)], axes, (AxisType.Auto,) * len(axes))
     found = str(batch_layout(NamedSharding(mesh, spec), 1, 18, 1))
     assert "1 row on each device; 7 of 8 devices repeat the work of others" in found
     assert text in found

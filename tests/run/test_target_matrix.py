@@ -50,6 +50,7 @@ FEATURES = {
     "experts": EXPERTS,
     "experts and fsdp": {**EXPERTS, "fsdp": True},
     "experts and tensor": {**EXPERTS, "tensor_devices": 2},
+    "experts over devices": {**EXPERTS, "expert_devices": 4},
     "experts, scanned": {**EXPERTS, "scan_layers": True},
     "adapters": LORA,
     "adapters, cut": {**LORA, **BOTH},
@@ -83,8 +84,9 @@ FEATURES = {
     "Gemma 3, scanned": GEMMA | {"num_blocks": 4, "qk_norm": "head", "rope_local_theta": 100.0, "scan_layers": True},
     "SmolLM3, Phi-3, packed": {"no_rope_layer_interval": 2, "partial_rotary_factor": 0.5, "phases": PACKED, **BOTH},
 }
-REPEATED = {"muon and tensor": 1.3}
-"""What is known to be repeated, and how much at most: chips that hold the same part of a matrix compute its update."""
+REPEATED = {"muon and tensor": 1.3, "experts over devices": 1.15}
+"""What is known to be more, and how much at most: chips that hold the same part of a matrix compute its update; blocks
+of rows that go to experts have room for more than an even load."""
 
 
 @pytest.fixture

@@ -41,7 +41,9 @@ def folder(tmp_path_factory):
 
 
 def test_it_has_its_shape_weights_and_tokenizer(folder, tmp_path):
-    config = Config(init_from=str(folder / "hf"), fsdp=True, max_context=32, **QUIET)
+    """Its experts on four devices."""
+    divided = QUIET | {"init_from": str(folder / "hf"), "n_devices": 4, "expert_devices": 4, "max_context": 32}
+    config = Config(**divided, fsdp=True)
     run = Experiment(config).fit(folder / "text.txt", tmp_path / "tuned")
     saved = Config.from_yaml(run / "config.yaml")
     shape = (saved.dim, saved.n_heads, saved.kv_heads, saved.n_experts, saved.context_window, saved.vocab_size)
@@ -52,7 +54,7 @@ def test_it_has_its_shape_weights_and_tokenizer(folder, tmp_path):
     logits = nnx.jit(lambda model, tokens: model(tokens))
     np.testing.assert_allclose(logits(ours, tokens), logits(theirs, tokens), atol=1e-4)
     assert (run / "tokenizer.json").read_bytes() == (folder / "hf" / "tokenizer.json").read_bytes()
-    same = with_shape_of(Config(init_from=str(folder / "hf"), fsdp=True, max_context=32, **QUIET))
+    same = with_shape_of(Config(**divided, fsdp=True))
     assert same.to_dict() == saved.to_dict(), "it can be resumed with the same words"
 
 

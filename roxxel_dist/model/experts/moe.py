@@ -5,7 +5,7 @@ Decision 13.
 
 import logging
 import math
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -14,10 +14,11 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import FSDP, TENSOR, device_type
+from roxxel_dist.cluster.mesh import EXPERT, FSDP, TENSOR, device_type
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES
 from roxxel_dist.cluster.step_parts import EXPERTS
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.experts.exchange import rows_at, through_experts
 from roxxel_dist.model.experts.grouped_products import grouped_product, missing_kernel
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
@@ -94,31 +95,16 @@ def ragged(
         0, dtype=jnp.int32
     )  # `bincount` adds to a few numbers in turn
     product: Any = jax.lax.ragged_dot if missing_kernel(chosen_A.size) else grouped_product
-    x_AxD: Any = taken(x_NxD, order_A, place_A, top_k)
+    x_AxD: Any = rows_at(x_NxD, order_A, place_A, top_k)
     inner_AxPF = product(x_AxD, first_ExDxPxF.reshape(count, dim, -1), count_E)
     y_AxD = product(activate(inner_AxPF.reshape(-1, *inner)), second_ExFxD, count_E)
-    chosen_AxD: Any = taken(y_AxD, place_A, order_A, 1)
-    y_NxKxD = chosen_AxD.reshape(*chosen_NxK.shape, -1)
-    return jnp.einsum("nk,nkd->nd", gates_NxK, y_NxKxD.astype(jnp.float32)).astype(x_NxD.dtype)
+    chosen_AxD: Any = rows_at(y_AxD, place_A, order_A, 1)
+    return gated(gates_NxK, chosen_AxD.reshape(*chosen_NxK.shape, -1))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def taken(x_NxD: jax.Array, order_A: jax.Array, place_A: jax.Array, copies: int) -> jax.Array:
-    """[A, D]: of each row so many copies, in another order; its gradient reads and sums rows, and scatters none.
-
-    Args:
-        x_NxD: rows, A = N x copies.
-        order_A: int32: the copies in their new order.
-        place_A: int32: the inverse of it.
-        copies: of each row, one after the other.
-    """
-    return x_NxD[order_A // copies]
-
-
-taken.defvjp(
-    lambda x_NxD, order_A, place_A, copies: (x_NxD[order_A // copies], place_A),
-    lambda copies, place_A, g_AxD: (g_AxD[place_A].reshape(-1, copies, g_AxD.shape[1]).sum(1), None, None),
-)
+def gated(gates_NxK: jax.Array, y_NxKxD: jax.Array) -> jax.Array:
+    """[N, D]: the sum of the outputs of a row's experts, in float32, with their weights."""
+    return jnp.einsum("nk,nkd->nd", gates_NxK, y_NxKxD.astype(jnp.float32)).astype(y_NxKxD.dtype)
 
 
 def dense(
@@ -168,9 +154,9 @@ class MixtureOfExperts(nnx.Module):
             kernel_metadata={FULL_PRECISION: True, MESH_AXES: (FSDP, None)},
         )
         first, second = (config.n_experts, config.dim, count, hidden), (config.n_experts, hidden, config.dim)
-        metadata: dict[str, Any] = {MESH_AXES: (None, FSDP, None, TENSOR), COLUMN_AXES: 2, STACKED: 1}
+        metadata: dict[str, Any] = {MESH_AXES: (EXPERT, FSDP, None, TENSOR), COLUMN_AXES: 2, STACKED: 1}
         self.gate_up: nnx.Param[jax.Array] = nnx.Param(init(rngs.params(), first), **metadata)
-        metadata = {MESH_AXES: (None, TENSOR, FSDP), STACKED: 1}
+        metadata = {MESH_AXES: (EXPERT, TENSOR, FSDP), STACKED: 1}
         self.down: nnx.Param[jax.Array] = nnx.Param(init_out(rngs.params(), second), **metadata)
         if config.adapts("mlp"):
             for name in ("gate_up", "down"):
@@ -231,7 +217,8 @@ def by_device(
 ) -> jax.Array:
     """`experts`, each device for its own share of the rows, if the current mesh divides them.
 
-    Devices along "tensor" have the same rows, and a share of the hidden units of every expert.
+    Devices along "tensor" have the same rows, and a share of the hidden units of every expert; those along "expert"
+    have a share of the experts, if it divides them, and rows go there and back.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
@@ -241,12 +228,20 @@ def by_device(
     if not automatic or mesh.size == 1 or x_NxD.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
         return experts(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD, activate)
 
+    divided = EXPERT if mesh.shape.get(EXPERT, 1) > 1 and len(second_ExFxD) % mesh.shape[EXPERT] == 0 else None
+
+    def compute(x: jax.Array, expert: jax.Array, matrices: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return experts(x, expert, jnp.ones(expert.shape, jnp.float32), *matrices, activate)
+
     def local(x: jax.Array, chosen: jax.Array, gates: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-        y_NxD = experts(x, chosen, gates, first, second, activate)
+        if divided:
+            y_NxD = gated(gates, through_experts(x, chosen, (first, second), len(second), compute, rows))
+        else:
+            y_NxD = experts(x, chosen, gates, first, second, activate)
         return y_NxD if shares is None else jax.lax.psum(y_NxD, shares)
 
     # XLA cannot partition a sort, or a loop over its result: without this it repeats all of it on every device.
-    specs = (P(rows), P(rows), P(rows), P(None, None, None, shares), P(None, shares))
+    specs = (P(rows), P(rows), P(rows), P(divided, None, None, shares), P(divided, shares))
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(rows), check_vma=False)(
         x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD
     )

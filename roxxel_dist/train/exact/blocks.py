@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR
+from roxxel_dist.cluster.mesh import AXES, DATA, FSDP
 from roxxel_dist.cluster.parameter_sharding import parameter_sharding
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.exact.packing import Packed, pack, unpack, wide
@@ -69,7 +69,7 @@ class Blocks:
 
 def block_dimensions(split: ModuleSplit, params: Mapping[str, Any], count: int) -> dict[str, int]:
     """By name the dimension that fsdp would cut on `count` devices, of parameters that it would cut."""
-    mesh: Any = AbstractMesh((1, count, 1), (DATA, FSDP, TENSOR))
+    mesh: Any = AbstractMesh((1, count, 1, 1), AXES)
     found = {}
     for name, spec, axes in zip(split.params.names, split.params.partition_spec, split.params.axes, strict=True):
         if spec is None and wide(params[name].dtype) == jnp.float32:

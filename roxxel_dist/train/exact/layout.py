@@ -1,5 +1,6 @@
 """Where virtual shards and copies of the state lie: the rules of a run, global arrays and each device's own."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.device_counts import check_shard_count
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, micro_batches
+from roxxel_dist.cluster.mesh import AXES, EXPERT, TENSOR, micro_batches
 from roxxel_dist.curriculum.segments import Shape, check_batches
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
@@ -30,6 +31,14 @@ def check_shapes(
     `cuts_rows` says whether the model and the loss are those whose rows virtual shards can cut (`can_cut_rows`).
     """
     check_batches(shapes, grad_accum)
+    if (experts := mesh.shape.get(EXPERT, 1)) > 1:
+        for i, shape in enumerate(shapes):
+            if (rows := shape.batch_size // micro_batches(grad_accum, shape.batch_size)) % experts:
+                what = "batch_size" if grad_accum == 1 else f"batch_size / grad_accum ({grad_accum})"
+                raise UserError(
+                    f"phase {i + 1}: {what} is {rows}, and expert_devices ({experts}) divide the rows too: use "
+                    f"{-(-rows // experts) * experts}, or {math.gcd(rows, experts)} expert_devices"
+                )
     if virtual_shards:
         check_virtual_shards(virtual_shards, shapes, grad_accum, mesh, cuts_rows=cuts_rows)
 
@@ -48,7 +57,12 @@ def check_virtual_shards(
 
     `count` is a power of two already, as `LoopOptions` says.
     """
-    if mesh.shape.get(TENSOR, 1) > 1 or (mesh.axis_names != (DATA, FSDP, TENSOR) and _axes_in_use(mesh) > 1):
+    if mesh.shape.get(EXPERT, 1) > 1:
+        raise UserError(
+            f"virtual_shards is {count}, and expert_devices is {mesh.shape[EXPERT]}: an expert's product is of rows of "
+            f"several shards, whose number changes how it is added. Use fsdp, or set virtual_shards to 0"
+        )
+    if mesh.shape.get(TENSOR, 1) > 1 or (mesh.axis_names != AXES and _axes_in_use(mesh) > 1):
         raise UserError(
             f"virtual_shards is {count}, and the mesh is {dict(mesh.shape)}: devices that share a product add it in "
             f"another order. Leave tensor_devices and meshes of your own with several axes out, or set virtual_shards "
@@ -95,7 +109,7 @@ def _check_long_rows(phase: str, count: int, shape: Shape, grad_accum: int, mesh
             f"{cut} of two pieces, and it has {length - 1} tokens to predict: use rows of at least "
             f"{2 * count // rows + 1} tokens, or fewer virtual_shards"
         )
-    if mesh.size > 1 and mesh.axis_names != (DATA, FSDP, TENSOR):
+    if mesh.size > 1 and mesh.axis_names != AXES:
         raise UserError(
             f"{cut}, which it can on a mesh of make_mesh alone, and the mesh is {dict(mesh.shape)}: leave mesh out, or "
             f"use a multiple of {count * grad_accum}"

@@ -5,7 +5,7 @@ from typing import Literal
 
 from jax.sharding import NamedSharding
 
-from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, fit_sharding, micro_batches, token_shards
+from roxxel_dist.cluster.mesh import AXES, TENSOR, fit_sharding, micro_batches, token_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def batch_layout(
     repeated = sharding.mesh.size // together - by_row * by_token
     hint = ""
     if repeated and length > sharding.mesh.size // together:
-        if sharding.mesh.axis_names != (DATA, FSDP, TENSOR):
+        if sharding.mesh.axis_names != AXES:
             axes = ", ".join(f"{axis} {size}" for axis, size in sharding.mesh.shape.items())
             hint = f"a mesh of make_mesh would cut their tokens, and this one has the axes {axes}"
         else:

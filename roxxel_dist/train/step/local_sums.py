@@ -6,7 +6,7 @@ float32, and the sums are added once. Where it is not, the parameters alone can 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import fit_sharding, micro_batches
+from roxxel_dist.cluster.mesh import EXPERT, fit_sharding, micro_batches
 from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.split import Leaves, ModuleSplit
@@ -120,10 +120,11 @@ def accumulation(
         return Accumulation()
     params: dict[str, Any] = like.params
     specs = {name: leaf.sharding.spec for name, leaf in params.items()}
-    cuts = {name: tuple(e if set(e) <= set(axes) else () for e in _entries(spec)) for name, spec in specs.items()}
+    gathered = set(axes) - {EXPERT}  # tokens go to experts, not these to tokens
+    cuts = {name: tuple(e if set(e) <= gathered else () for e in _entries(spec)) for name, spec in specs.items()}
     local = LocalSums(mesh, axes, cuts)
     fitted = fit_sharding(sharding, (shape[0] // count, shape[1]))
-    whole = {name: NamedSharding(fitted.mesh, _without(spec, axes)) for name, spec in specs.items()}
+    whole = {name: NamedSharding(fitted.mesh, _without(spec, gathered)) for name, spec in specs.items()}
     reason = _why_together(split, loss_fn, split.merge(like.params, like.rest, hparams, training=True))
     if not reason and fitted != sharding:
         reason = "the devices do not divide its rows"
@@ -167,7 +168,7 @@ def _entries(spec: Any) -> Cuts:
     return tuple(() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec)
 
 
-def _without(spec: P, axes: tuple[str, ...]) -> P:
+def _without(spec: P, axes: Container[str]) -> P:
     return P(*(tuple(axis for axis in entry if axis not in axes) or None for entry in _entries(spec)))
 
 
