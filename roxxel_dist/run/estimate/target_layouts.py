@@ -24,9 +24,9 @@ from roxxel_dist.train.step.batch_layout import batch_layout
 from roxxel_dist.train.step.throughput import device_bytes
 from roxxel_dist.train.steps import Steps
 
-MOST_TENSOR = 8
+TENSOR = (1, 2, 4, 8)
 """Devices along the tensor axis: with more the products of a device are small, and each layer sends more."""
-UNDIVIDED: Mapping[str, Any] = {"fsdp": False, "fsdp_devices": 0, "tensor_devices": 1}
+UNDIVIDED: Mapping[str, Any] = {"fsdp": False, "fsdp_devices": 0, "tensor_devices": 1, "expert_devices": 1}
 SAVERS: tuple[Mapping[str, Any], ...] = (
     {},
     {"gradient_checkpointing": "products"},
@@ -97,7 +97,7 @@ class LayoutComparison:
 def compare_layouts(config: Any, data_path: str | Path | None, request: EstimateRequest) -> LayoutComparison:
     """Compile a run's training step for the target of the request, divided in each sensible way.
 
-    What the config says of fsdp, fsdp_devices and tensor_devices is not looked at. Nothing is written.
+    What the config says of fsdp, fsdp_devices, tensor_devices and expert_devices is not looked at. Nothing is written.
 
     Raises:
         UserError: a mistake in the config, the data or the request; virtual shards, whose step is not one program.
@@ -176,8 +176,8 @@ def compare(target: TargetCompiler, components: RunComponents) -> LayoutComparis
 
 def ways(config: Any, devices: int, hosts: int) -> Iterator[dict[str, Any]]:
     """The fields of layouts that make sense on so many devices: parameters whole, cut over the devices of a host, and
-    cut over all; each with matrices whole and divided."""
-    for tensor in (1, 2, 4, 8):
+    cut over all; each with matrices whole and divided, and of a mixture with its experts on few devices and on many."""
+    for tensor in TENSOR:
         if devices % tensor or (tensor > 1 and config.model is not None):
             continue
         divided = {} if tensor == 1 else {"tensor_devices": tensor}
@@ -187,6 +187,11 @@ def ways(config: Any, devices: int, hosts: int) -> Iterator[dict[str, Any]]:
             yield {"fsdp": True, "fsdp_devices": of_host, **divided}
         if most > 1:
             yield {"fsdp": True, **divided}
+    if config.use_moe and config.model is None:
+        for experts in sorted({math.gcd(config.num_experts, count) for count in (devices // hosts, devices)} - {1}):
+            yield {"expert_devices": experts}
+            if devices > experts:
+                yield {"fsdp": True, "expert_devices": experts}
 
 
 def _cost(

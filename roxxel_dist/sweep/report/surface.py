@@ -123,8 +123,7 @@ def interactions(draws: Draws, base: NDArray[np.float64], part: slice) -> list[t
     values = draws(_replaced(base, part, np.vstack([shares, _moved(shares, 1), *both])))
     singles = values[:, 1 : 1 + len(shares)]
     found = [
-        ((i, j), Estimate.of_draws(values[:, 1 + len(shares) + number] - singles[:, i] - singles[:, j] + values[:, 0]))
-        Estimate.of(values[:, 1 + len(shares) + number] - singles[:, i] - singles[:, j] + values[:, 0])
+        Estimate.of_draws(values[:, 1 + len(shares) + number] - singles[:, i] - singles[:, j] + values[:, 0])
         for number, (i, j) in enumerate(pairs)
     ]
     found = [(pair, one.widened(WIDER)) for pair, one in zip(pairs, found, strict=True)]
