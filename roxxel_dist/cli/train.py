@@ -162,7 +162,7 @@ class PlanArgs(ConfigArgs):
     costs: bool = False
     """With --target: where the time of a training step would go, by part: milliseconds, FLOPs, bytes, kernels."""
     layouts: bool = False
-    """With --target, in place of the plan: the ways to divide the run over its devices (rows, fsdp, tensor), each
+    """With --target, in place of the plan: the ways to divide the run over its devices (rows, fsdp, tensor, experts), each
     compiled, the best first, with the lines for the config."""
     json: bool = False
     """Print JSON instead of text."""

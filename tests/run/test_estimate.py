@@ -366,7 +366,7 @@ def test_the_best_layout_is_first():
 def test_layouts_that_make_sense():
     """(fsdp_devices, 0 for all of them, or None without fsdp; tensor_devices) by model, devices and hosts; and those of
     experts."""
-    moe = [way for way in ways(Config(use_moe=True, num_experts=6), 8, 2) if "expert_devices" in way]
+    moe = [way for way in ways(Config(use_moe=True, n_experts=6), 8, 2) if "expert_devices" in way]
     assert moe == [{"expert_devices": 2}, {"fsdp": True, "expert_devices": 2}]
     own = Config(model="own_model:build")
     for config, devices, hosts, expected in (

@@ -188,7 +188,7 @@ def ways(config: Any, devices: int, hosts: int) -> Iterator[dict[str, Any]]:
         if most > 1:
             yield {"fsdp": True, **divided}
     if config.use_moe and config.model is None:
-        for experts in sorted({math.gcd(config.num_experts, count) for count in (devices // hosts, devices)} - {1}):
+        for experts in sorted({math.gcd(config.n_experts, count) for count in (devices // hosts, devices)} - {1}):
             yield {"expert_devices": experts}
             if devices > experts:
                 yield {"fsdp": True, "expert_devices": experts}
