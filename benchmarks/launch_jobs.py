@@ -156,7 +156,7 @@ class Job:
     def agent(self, host: str | None = None) -> int:
         """The agent of a host; its guard is a child of it and looks the same."""
         pids = self.everything() if self.cluster is None else self.cluster.processes(host or self.cluster.names[0])
-        agents = {pid for pid in pids if "-m roxxel_dist.launcher.host.agent" in _words(pid)}
+        agents = {pid for pid in pids if "-m roxxel_dist.launcher.agent.agent" in _words(pid)}
         (found,) = (pid for pid in agents if _parent(pid) not in agents)
         return found
 

@@ -30,7 +30,7 @@ def stay() -> None:
 
 def steps(stuck: str | None) -> None:
     """A training whose ranks wait for each other after every step."""
-    from roxxel_dist.cluster.progress import Progress
+    from roxxel_dist.process.progress import Progress
 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     progress, size = Progress.from_env(int(RANK)), int(os.environ["ROXXEL_NUM_PROCESSES"])

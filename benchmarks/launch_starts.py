@@ -17,10 +17,10 @@ from hosts import Cluster
 from launch_jobs import JAX_RANK, START_S, Job, MissedError, local, over_ssh
 from launch_table import Row, Setting, repeated
 
-from roxxel_dist.cluster import progress
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.job.placement import coordinator_port, rank_environment
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.process import progress
 
 MOST_S, MOST_SHARE = 0.3, 0.03
 FEW_HOSTS, MANY_HOSTS, MOST_MS_A_HOST = 2, 48, 15.0

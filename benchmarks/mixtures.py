@@ -154,10 +154,10 @@ class Recorder:
         from roxxel_dist.data.dataset import Roxxel
         from roxxel_dist.run.components import build_components
         from roxxel_dist.settings.config import Config
-        from roxxel_dist.train.evaluator import Validation
         from roxxel_dist.train.step.compile import AotCompiler
         from roxxel_dist.train.steps import Steps
-        from roxxel_dist.train.validation_rows import ValidationRows
+        from roxxel_dist.train.validation.evaluator import Validation
+        from roxxel_dist.train.validation.validation_rows import ValidationRows
 
         self.times, self.passes = times, passes
         even = np.full((2, len(SOURCES)), 1 / len(SOURCES)).tolist()
@@ -199,9 +199,9 @@ class Recorder:
 
         from roxxel_dist.curriculum.phases import Curriculum
         from roxxel_dist.input.stream import Stream
-        from roxxel_dist.train.evaluator import summarize
         from roxxel_dist.train.step.compile import batch_key
         from roxxel_dist.train.step.step import fetch
+        from roxxel_dist.train.validation.evaluator import summarize
 
         others = {name: data for name, data in self.sets.items() if name != "self"}
         made = phases(shares, self.times)

@@ -21,10 +21,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from measure import Result, table
 from training import make_trainer, random_tokens
 
-from roxxel_dist.cluster.exit_codes import MEMORY_ENV
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.process.exit_codes import MEMORY_ENV
 
 SIZES = {"small": (64, 4, 60, 61), "large": (320, 10, 20, 31)}
 """Width, blocks, steps of a turn, and turns."""

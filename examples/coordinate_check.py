@@ -19,10 +19,10 @@ import numpy as np
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_threads
 from roxxel_dist.cluster.distributed import initialize
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import Parametrization
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import build_components, open_corpus, temporary_folder
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.usage_errors import usage_errors

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roxxel_dist import Trainer
-from roxxel_dist.cli.arguments import parse_train
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cli.words.arguments import parse_train
 from roxxel_dist.launcher.job.flags import flags_in
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 
 DEFAULT = Path("configs/default_config.yaml")

@@ -19,7 +19,7 @@ _WHERE = {
     "Experiment": "run.experiment",
     "Generator": "weights.generator",
     "Transformer": "model.transformer",
-    "UserError": "cluster.exit_codes",
+    "UserError": "process.exit_codes",
     "attention": "model.attention.attend",
     "check_layouts": "layouts.check",
     "initialize": "cluster.distributed",
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from roxxel_dist.cluster.distributed import initialize as initialize
-    from roxxel_dist.cluster.exit_codes import UserError as UserError
     from roxxel_dist.curriculum.phases import Curriculum as Curriculum
     from roxxel_dist.curriculum.phases import Phase as Phase
     from roxxel_dist.curriculum.plan import Plan as Plan
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from roxxel_dist.model.attention.attend import attention as attention
     from roxxel_dist.model.loss import token_losses as token_losses
     from roxxel_dist.model.transformer import Transformer as Transformer
+    from roxxel_dist.process.exit_codes import UserError as UserError
     from roxxel_dist.run.experiment import Experiment as Experiment
     from roxxel_dist.run.trainer import Trainer as Trainer
     from roxxel_dist.settings.config import Config as Config

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roxxel_dist.audit.record import RunRecord
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.metadata import RunMetadata
 from roxxel_dist.settings.config import RECORD
 from roxxel_dist.train.log.csv_jsonl import DIGEST

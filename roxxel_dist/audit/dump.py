@@ -9,8 +9,8 @@ import numpy as np
 
 from roxxel_dist.audit.record import RunRecord
 from roxxel_dist.audit.replay import Interval, Watch, loop_of
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.input.stream import Stream
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.display import aligned
 
 SHOWN = 12

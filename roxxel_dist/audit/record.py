@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.checkpoint.digests import DigestTable, read_verified
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CheckpointMetadata, steps_of
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.place.directory import METRICS, no_run
 from roxxel_dist.place.run_place import bucket_run, local_run
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.metadata import RunMetadata, saved_config
 from roxxel_dist.settings.config import RECORD
 from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader

@@ -20,10 +20,10 @@ from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize_alone, make_devices
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import simulate_devices
 from roxxel_dist.cluster.xla_flags import CPU_DEVICES
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import RunComponents, build_components
 from roxxel_dist.run.evaluate import open_data
 from roxxel_dist.run.metadata import RunMetadata

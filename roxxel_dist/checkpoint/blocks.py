@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from roxxel_dist.checkpoint.digests import Bounds, bounds_of, digest
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 PREAMBLE = struct.Struct("<8sQQ32s")
 """`MAGIC`, where the header begins, its bytes, its digest."""

@@ -24,8 +24,8 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.checkpoint.metadata import DAMAGED, META, TABLE, MetaFile
-from roxxel_dist.cluster.durable import FORMAT, FormatError, check_format, write_file
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.durable import FORMAT, FormatError, check_format, write_file
+from roxxel_dist.process.exit_codes import UserError
 
 STATE = "state"
 """The folder of the arrays in a checkpoint."""

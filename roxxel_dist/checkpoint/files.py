@@ -47,10 +47,10 @@ from roxxel_dist.checkpoint.digests import (
 from roxxel_dist.checkpoint.metadata import META, MetaFile, steps_of
 from roxxel_dist.checkpoint.tensorstore_leaks import avoid_leaks
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
-from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
+from roxxel_dist.process.durable import make_folder, sync_folder, write_file
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.folder_lock import LOCK
 
 CHECKPOINTS = "checkpoints"
 """The name of the folder of checkpoints in a run directory."""

@@ -31,7 +31,7 @@ from roxxel_dist.cluster.distributed import (
     process_index,
     wait_for_key,
 )
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

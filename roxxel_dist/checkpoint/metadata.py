@@ -12,10 +12,10 @@ from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from roxxel_dist.cluster.durable import FORMAT, check_format, write_file
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.objects.url import as_written
+from roxxel_dist.process.durable import FORMAT, check_format, write_file
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
 
 CHECKPOINTS, CURSOR = "checkpoints", "training_cursor.json"

@@ -34,9 +34,9 @@ from roxxel_dist.checkpoint.digests import (
 )
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, steps_of
 from roxxel_dist.checkpoint.stored_blocks import ByteRange, Index, wrong_blocks
-from roxxel_dist.cluster.durable import make_folder, write_file
-from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 from roxxel_dist.objects.errors import StoreNotFoundError
+from roxxel_dist.process.durable import make_folder, write_file
+from roxxel_dist.process.file_lock import release_lock, wait_for_lock
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectInfo, ObjectStore

@@ -19,7 +19,7 @@ from typing import Any
 
 from roxxel_dist.checkpoint.blocks import PAGE, PREAMBLE, DamagedFile, read_blocks, read_header
 from roxxel_dist.checkpoint.digests import digest
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 HELLO = b"roxxel-copies-1\n"
 NONCE = MAC = 32

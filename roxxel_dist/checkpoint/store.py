@@ -33,11 +33,11 @@ from roxxel_dist.cluster.distributed import (
     process_count,
     process_index,
 )
-from roxxel_dist.cluster.durable import FormatError, make_folder, sync_folder
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.folder_lock import hold_folder, is_held_here
 from roxxel_dist.data.files.discovery import check_local
 from roxxel_dist.objects.errors import StoreTimeoutError
+from roxxel_dist.process.durable import FormatError, make_folder, sync_folder
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.folder_lock import hold_folder, is_held_here
 
 SAVE_LIMIT_S = 3600.0
 """Seconds that all ranks together may take to write one checkpoint."""

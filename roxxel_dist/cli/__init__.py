@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pkgutil import resolve_name
 
-from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError, UserError
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
+from roxxel_dist.process import interrupt
+from roxxel_dist.process.exit_codes import EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError, UserError
 from roxxel_dist.utils.display import aligned
 from roxxel_dist.utils.voice import command_line
 

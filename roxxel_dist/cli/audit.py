@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Iterator
 
-from roxxel_dist.cli.flags import Positional
-from roxxel_dist.cli.parser import parse
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
+from roxxel_dist.cli.words.flags import Positional
+from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.process.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 
 

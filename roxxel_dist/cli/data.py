@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-from roxxel_dist.cli.flags import Positional
-from roxxel_dist.cli.parser import parse
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
+from roxxel_dist.cli.words.flags import Positional
+from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.launcher.job.flags import flags_in
+from roxxel_dist.process.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 
 MOST_SHARD_MB = 1 << 30
@@ -58,7 +58,7 @@ def data_build(words: list[str]) -> int:
     """Make shards of tokens from text."""
     args = parse(BuildArgs, words, "data build")
     with usage_errors():
-        from roxxel_dist.cli.data_table import data_table
+        from roxxel_dist.cli.tables.data_table import data_table
         from roxxel_dist.corpus.build import build
         from roxxel_dist.data.remote.config import RemoteConfig
 
@@ -113,7 +113,7 @@ def data_append(words: list[str]) -> int:
         raise UserError(f"a data set keeps the tokenizer that it was built with: leave {what} out")
     args = parse(AppendArgs, words, "data append")
     with usage_errors():
-        from roxxel_dist.cli.data_table import data_table
+        from roxxel_dist.cli.tables.data_table import data_table
         from roxxel_dist.corpus.append import append
 
         options: dict[str, Any] = dataclasses.asdict(args)
@@ -140,7 +140,7 @@ def data_info(words: list[str]) -> int:
     """Describe shards."""
     args = parse(InfoArgs, words, "data info")
     with usage_errors():
-        from roxxel_dist.cli.data_table import data_table
+        from roxxel_dist.cli.tables.data_table import data_table
         from roxxel_dist.data.dataset import Roxxel
 
         with Roxxel(args.path, dtype=args.dtype) as dataset:

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from roxxel_dist.cli.parser import parse
+from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.launcher.output.console import info
 
 CONFIG = Path(__file__).parent.parent / "demo.yaml"

@@ -10,11 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from roxxel_dist.cli.flags import Positional, Short
-from roxxel_dist.cli.parser import parse
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, OK_CODES, UserError
-from roxxel_dist.cluster.file_lock import holding_process
-from roxxel_dist.cluster.folder_lock import LOCK
+from roxxel_dist.cli.words.flags import Positional, Short
+from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.jobs import queued, tail
@@ -23,6 +20,9 @@ from roxxel_dist.launcher.jobs.stop import stop as stop_job
 from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.place.directory import LOGS, is_run
 from roxxel_dist.place.run_place import local_folder
+from roxxel_dist.process.exit_codes import EXIT_FAILED, OK_CODES, UserError
+from roxxel_dist.process.file_lock import holding_process
+from roxxel_dist.process.folder_lock import LOCK
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import aligned
 

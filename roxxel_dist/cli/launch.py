@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cli.parser import HELP, nearest, parse
-from roxxel_dist.cluster.device_counts import DeviceNeeds
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.platforms import why_no_devices
+from roxxel_dist.cli.words.parser import HELP, nearest, parse
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.job.environment import is_secret
 from roxxel_dist.launcher.output.console import info, printable
+from roxxel_dist.process.device_counts import DeviceNeeds
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import why_no_devices
 from roxxel_dist.settings.usage_errors import usage_errors
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def device_counts(command: Sequence[str]) -> dict[str, DeviceNeeds]:
     """
     if list(command[:1]) != ["train"]:
         return {}
-    from roxxel_dist.cli.arguments import parse_train
+    from roxxel_dist.cli.words.arguments import parse_train
 
     return {"device_needs": parse_train(list(command[1:]))[1].device_needs}
 
@@ -165,7 +165,7 @@ def _warn_of_dollars(variables: Mapping[str, str], path: str) -> None:
 def check_command(command: Sequence[str]) -> None:
     """Raises ValueError where a `train` command would refuse its data sets, blends or phases; looks at no other."""
     if list(command[:1]) == ["train"]:
-        from roxxel_dist.cli.arguments import check_training, parse_train
+        from roxxel_dist.cli.words.arguments import check_training, parse_train
 
         check_training(*parse_train(list(command[1:])))
 

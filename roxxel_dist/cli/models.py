@@ -5,9 +5,9 @@ import json
 import sys
 from typing import Any, Literal
 
-from roxxel_dist.cli.flags import Positional
-from roxxel_dist.cli.parser import parse
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cli.words.flags import Positional
+from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import parse_yaml
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import plain
@@ -48,7 +48,7 @@ def evaluate(words: list[str]) -> int:
         if args.tasks is not None and not args.tasks:
             raise UserError("--tasks has no value: name one file at least, or leave it out")
     from roxxel_dist.checkpoint.metadata import CheckpointRange
-    from roxxel_dist.cli.run_table import evaluation_table, evaluations_table
+    from roxxel_dist.cli.tables.run_table import evaluation_table, evaluations_table
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.run.evaluate import evaluate, evaluate_range
 

@@ -4,12 +4,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cli.flags import Positional
-from roxxel_dist.cli.parser import parse
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cli.words.flags import Positional
+from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import bucket_url
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import plain
 
@@ -60,7 +60,7 @@ def report(words: list[str]) -> int:
 
 def _runs(args: ReportArgs) -> str:
     """Report runs; returns a message about pictures that could not be drawn."""
-    from roxxel_dist.cli.run_table import report_table
+    from roxxel_dist.cli.tables.run_table import report_table
     from roxxel_dist.run.report import differences, draw, no_pictures, read_runs
     from roxxel_dist.sweep.report.versus import pair_of_runs
     from roxxel_dist.view.web.report import write_runs

@@ -9,15 +9,15 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from roxxel_dist.cli.arguments import ConfigArgs, TrainArgs, parse_config
-from roxxel_dist.cli.parser import HELP
-from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.exit_codes import UserError, attempt_number
+from roxxel_dist.cli.words.arguments import ConfigArgs, TrainArgs, parse_config
+from roxxel_dist.cli.words.parser import HELP
 from roxxel_dist.data.files.discovery import absolute, check_local
 from roxxel_dist.launcher.job.flags import flags_in, split_flags
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.place.directory import DEFINITION
 from roxxel_dist.place.run_place import bucket_url, local_run
+from roxxel_dist.process import interrupt
+from roxxel_dist.process.exit_codes import UserError, attempt_number
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.sweep.driver.options import SweepOptions
 
@@ -196,7 +196,7 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         definition = options.sweep_config if not server else held.enter_context(_definition_of(server))
         search = run.open_sweep(options, definition, config, server, bucket)
         if options.dry_run:
-            from roxxel_dist.cli.sweep_preview import preview
+            from roxxel_dist.cli.tables.sweep_preview import preview
 
             print(preview(search))
             return None

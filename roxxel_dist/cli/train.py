@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
-from roxxel_dist.cli.arguments import (
+from roxxel_dist.cli.words.arguments import (
     ConfigArgs,
     check_new_run,
     check_training,
@@ -15,12 +15,12 @@ from roxxel_dist.cli.arguments import (
     parse_train,
     steps_to_skip,
 )
-from roxxel_dist.cli.flags import Positional
-from roxxel_dist.cli.parser import parse
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError
-from roxxel_dist.cluster.extras import pip_install
+from roxxel_dist.cli.words.flags import Positional
+from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.place.directory import CONFIG
+from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError
+from roxxel_dist.process.extras import pip_install
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.usage_errors import usage_errors
 
@@ -191,7 +191,7 @@ def plan(words: list[str]) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from pathlib import Path
 
-    from roxxel_dist.cli.plan_table import layouts_table, table
+    from roxxel_dist.cli.tables.plan_table import layouts_table, table
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.devices.targets import MissingCompiler
     from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from roxxel_dist.cli.flags import Positional
-from roxxel_dist.cli.parser import parse
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
+from roxxel_dist.cli.words.flags import Positional
+from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.run_place import bucket_url
+from roxxel_dist.process.exit_codes import EXIT_FAILED, UserError
 
 LARGE = 1 << 30
 """Bytes above which the progress is shown."""
@@ -79,8 +79,8 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
     import tempfile
 
     from roxxel_dist.checkpoint import verify as checks
-    from roxxel_dist.cluster.durable import cache_folder
     from roxxel_dist.place.bucket_run import BucketRun
+    from roxxel_dist.process.durable import cache_folder
     from roxxel_dist.settings.usage_errors import usage_errors
 
     verdicts: list[Any] = []

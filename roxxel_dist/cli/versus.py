@@ -8,14 +8,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from roxxel_dist.cli.arguments import check_new_run
-from roxxel_dist.cli.flags import Positional
-from roxxel_dist.cli.parser import parse
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cli.words.arguments import check_new_run
+from roxxel_dist.cli.words.flags import Positional
+from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.data.files.discovery import check_local
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import local_run
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.effect import check_effect, chosen
 from roxxel_dist.settings.usage_errors import usage_errors

@@ -18,10 +18,10 @@ from typing import Any
 
 import jax
 
-from roxxel_dist.cluster.durable import cache_folder
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.jax_private import backends_are_initialized
 from roxxel_dist.cluster.xla_flags import CPU_DEVICES, DETERMINISTIC
+from roxxel_dist.process.durable import cache_folder
+from roxxel_dist.process.exit_codes import UserError
 
 DEFAULT_MIN_COMPILE_S = 1.0
 """jax's own: programs that compile faster are not kept in its cache."""

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import jax
 
 from roxxel_dist.cluster.determinism import pin_threads
-from roxxel_dist.cluster.exit_codes import LostRankError, UserError
 from roxxel_dist.cluster.jax_private import key_value_store
-from roxxel_dist.cluster.platforms import why_no_platform
+from roxxel_dist.process.exit_codes import LostRankError, UserError
+from roxxel_dist.process.platforms import why_no_platform
 
 INIT_TIMEOUT_S = 300
 LISTENER_LIMIT_S, CONNECT_LIMIT_S, LISTENER_PAUSE_S = 30.0, 5.0, 0.02

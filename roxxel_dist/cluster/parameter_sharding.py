@@ -15,8 +15,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import AXES, DATA, EXPERT, FSDP, TENSOR, TOKENS, row_axes, row_shards, token_shards
+from roxxel_dist.process.exit_codes import UserError
 
 Axes = tuple[str | None, ...]
 """The axis that each dimension of an array is meant for, or None. An array with more dimensions has those of layers

@@ -10,9 +10,9 @@ from types import FrameType
 
 import jax
 
-from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.exit_codes import SCHEDULER_SIGNALS, STATUS_ENV
-from roxxel_dist.cluster.stop_requests import in_batch_job, kills
+from roxxel_dist.process import interrupt
+from roxxel_dist.process.exit_codes import SCHEDULER_SIGNALS, STATUS_ENV
+from roxxel_dist.process.stop_requests import in_batch_job, kills
 
 _stop, _stepped = threading.Event(), threading.Event()
 _requests: list[tuple[int, float]] = []

@@ -5,9 +5,9 @@ import os
 import re
 from importlib.metadata import version
 
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.platforms import why_bad_flags
 from roxxel_dist.cluster.versions import number
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import why_bad_flags
 
 CPU_DEVICES = "xla_force_host_platform_device_count"
 """The number of devices that a CPU simulates."""

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.documents import TEXT_FILES
 from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents
 from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs
@@ -24,6 +22,8 @@ from roxxel_dist.data.files.slices import TokenFile
 from roxxel_dist.data.files.writer import BUILD_FILE, write_shards
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.verify import find_damage
+from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.progress import Progress
 
 SHARD_NAME = "shard_{:05d}.rox".format

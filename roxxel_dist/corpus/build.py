@@ -11,9 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.documents import TEXT_FILES, pieces
 from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents, train_on
 from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs, load_tokenizer
@@ -27,6 +24,9 @@ from roxxel_dist.data.files.shard import Shard
 from roxxel_dist.data.files.writer import BUILD_FILE, write_shards
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
+from roxxel_dist.process import interrupt
+from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.progress import Progress
 from roxxel_dist.utils.voice import argument
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import xxhash
 
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.data.files.format import checksum
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.extras import pip_install
 
 KINDS = {
     ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".ndjson": "jsonl", ".ndjson.gz": "jsonl", ".json.gz": "jsonl",

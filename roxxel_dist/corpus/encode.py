@@ -22,13 +22,13 @@ from typing import IO, Any
 import numpy as np
 import tokenizers
 
-from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.documents import pieces
 from roxxel_dist.corpus.tally import Encoded, Tally, changes
 from roxxel_dist.data.files.token_types import smallest_dtype
 from roxxel_dist.data.files.writer import TextDocument
 from roxxel_dist.data.tokenizer.tokenizer import Kind, Tokenizer, train_tokenizer
+from roxxel_dist.process import interrupt
+from roxxel_dist.process.exit_codes import UserError
 
 BATCH_CHARACTERS = 1 << 20
 PARALLEL_BYTES = 8 << 20

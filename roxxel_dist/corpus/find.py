@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
 from roxxel_dist.corpus.documents import TEXT_FILES, TextFile, how_to_convert, kind_of, saved_data_set, text_file
 from roxxel_dist.data.files.discovery import ENDING
 from roxxel_dist.data.files.writer import BUILD_FILE
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE
+from roxxel_dist.process.exit_codes import MissingFileError, UserError
 from roxxel_dist.utils.display import size
 from roxxel_dist.utils.voice import argument
 

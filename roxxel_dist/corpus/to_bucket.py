@@ -14,8 +14,6 @@ from pathlib import Path
 
 import xxhash
 
-from roxxel_dist.cluster.durable import cache_folder
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import ENDING
 from roxxel_dist.data.files.writer import BUILD_FILE
@@ -23,6 +21,8 @@ from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.index import INDEX, write_index
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.process.durable import cache_folder
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.progress import Progress
 from roxxel_dist.utils.voice import argument
 

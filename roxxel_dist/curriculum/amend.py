@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Cursor, Key, Shape, UnitSource
 from roxxel_dist.data.units import APART, SPREAD, Ranges, Units, unit_size
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
 
 

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.mixture import Mixture, quota
 from roxxel_dist.curriculum.segments import Allocation, Cursor, Key, Segment, Shape, UnitSource
+from roxxel_dist.process.exit_codes import UserError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

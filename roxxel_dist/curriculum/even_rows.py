@@ -9,10 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.plan import Rows
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.units import Ranges
+from roxxel_dist.process.exit_codes import UserError
 
 SHORTEST = 2
 """The fewest tokens of a row: one is predicted from the other."""

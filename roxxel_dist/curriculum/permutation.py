@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 ROUNDS, ROUNDS_IF_SMALL, SMALL = 6, 12, 64
 """A domain of few numbers takes more rounds until every order is as likely."""

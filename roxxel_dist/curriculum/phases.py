@@ -8,12 +8,12 @@ from itertools import accumulate, pairwise
 from math import floor
 from typing import Any, Literal
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.amend import longest_window
 from roxxel_dist.curriculum.plan import ENDLESS, Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.units import APART, SPREAD, rows_in_a_pass
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.limits import MOST_WHOLE
 
 Passes = Literal["together", "apart"]

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.amend import Amendment, carried_over, check, check_added, cut_in_units
 from roxxel_dist.curriculum.apart import ApartBuilder
 from roxxel_dist.curriculum.segments import Cursor, Key, Segment, SegmentBuilder, Shape, UnitSource
 from roxxel_dist.data.units import APART, SPREAD, Ranges
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.display import aligned
 
 ROWS_AHEAD = 8192

@@ -18,11 +18,11 @@ from typing import Literal
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.mixture import Mixture, cumulative_weights, quota
 from roxxel_dist.curriculum.permutation import Permutation
 from roxxel_dist.curriculum.spread import SpreadOrder
 from roxxel_dist.data.units import SPREAD, Units
+from roxxel_dist.process.exit_codes import UserError
 
 MAX_CHUNK, MIN_CHUNK, CHUNKS = 256, 16, 8
 TOGETHER = 1 << 18

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.component import component
 
 

@@ -14,7 +14,6 @@ from typing import Any, Self, overload
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import DataPath, NoShardsError, Target, find_shards, names_objects
 from roxxel_dist.data.files.foreign import ForeignFile
 from roxxel_dist.data.files.reader import MappedReader, WindowReader
@@ -30,6 +29,7 @@ from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.units import steps_in_a_pass
 from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.slices import TokenFile
+from roxxel_dist.process.exit_codes import UserError
 
 
 class Packed(NamedTuple):

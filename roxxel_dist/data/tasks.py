@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
+from roxxel_dist.process.exit_codes import MissingFileError, UserError
 
 LENGTH_STEP = 64
 """Rows are padded to a multiple of so many tokens, so that few programs serve all."""

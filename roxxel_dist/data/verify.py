@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.foreign import GIVE_THE_DTYPE, ForeignFile, sample_starts
 from roxxel_dist.data.files.limits import MOST_WORKERS, check_range
 from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
 from roxxel_dist.data.files.slices import TokenFile
 from roxxel_dist.data.remote.shard import RemoteShard
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.progress import Progress
 
 WORTH_A_PROCESS = 1 << 32

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 FORMS = (
     "TPU slices are named by chips, as v5e:4x4, v5p:2x2x2 or v6e:4x4 ({tpu}); GPUs by hosts x GPUs of a host, as "

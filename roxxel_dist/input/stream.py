@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import ENDLESS, Rows
 from roxxel_dist.curriculum.segments import Shape
@@ -19,6 +18,7 @@ from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.data.remote.ahead import FetchAhead, Windows
 from roxxel_dist.data.verify import DamagedData, VerifiedBlocks
+from roxxel_dist.process.exit_codes import UserError
 
 if TYPE_CHECKING:
     import jax

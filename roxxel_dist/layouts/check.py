@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import EXPERT
 from roxxel_dist.layouts.compare import Difference, difference_in_noise, differences, differences_in_count
 from roxxel_dist.layouts.device_count import as_process
@@ -39,6 +38,7 @@ from roxxel_dist.layouts.subject import Subject, check_devices, of_config, witho
 from roxxel_dist.layouts.trace import first_inputs, loss_jaxpr, text_of
 from roxxel_dist.layouts.update import UpdateCheck
 from roxxel_dist.model.transformer import TransformerBuilder
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.layout_mark import mark_checked, own_code
 from roxxel_dist.run.trainer import Trainer
 from roxxel_dist.settings.config import Config

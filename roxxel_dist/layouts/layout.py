@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import AXES, batch_sharding, make_mesh
+from roxxel_dist.process.exit_codes import UserError
 
 NAMES = ("rows", "tokens", "fsdp", "tensor", "experts", "accum", "packing", "virtual")
 """All layouts, in the order in which they are compared."""

@@ -15,13 +15,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import device_type, fit_sharding, one_device
 from roxxel_dist.cluster.xla_flags import RUN_ONCE
 from roxxel_dist.layouts.device_count import devices_of
 from roxxel_dist.layouts.layout import Layout, everywhere
 from roxxel_dist.layouts.noise import counted_keys, drawn, forget, is_key, other_kinds, with_noise, wrap
 from roxxel_dist.model.loss import token_losses
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.exact.layout import DeviceStates
 from roxxel_dist.train.step.compile import Composite, mesh_of
 from roxxel_dist.train.step.optimizer import FixedOptimizer

@@ -28,9 +28,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.layouts.layout import Layout
 from roxxel_dist.layouts.one_step import GRADIENT, LOSS, Arrays, Outcome, StepProgram, Weights
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.step.step import LossFn
 
 SAMPLES = 2

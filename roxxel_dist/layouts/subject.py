@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_threads
 from roxxel_dist.cluster.distributed import make_devices
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.jax_private import backends_are_initialized
 from roxxel_dist.cluster.mesh import simulate_devices
 from roxxel_dist.curriculum.phases import Curriculum, Phase
@@ -24,6 +23,7 @@ from roxxel_dist.input.stream import Stream
 from roxxel_dist.layouts.layout import BatchName, few_rows, virtual_shards
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import build_components, open_corpus, temporary_folder
 from roxxel_dist.settings.config import Config
 from roxxel_dist.train.parts import Parts

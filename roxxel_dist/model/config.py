@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.component import component
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import FEW_WAVES, MANY_WAVES, THETA
 from roxxel_dist.model.mlp import hidden_sizes
+from roxxel_dist.process.exit_codes import UserError
 
 ACTIVATIONS = {
     "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2", "tanh": "tanh",

@@ -19,10 +19,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh, replicate
 from roxxel_dist.model.attention.kv_cache import Cache
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.process.exit_codes import UserError
 
 MOST_INT, MOST_FLOAT = np.iinfo(np.int32).max, float(np.finfo(np.float32).max)
 NO_TOKEN = -1

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import token_shards
 from roxxel_dist.cluster.parameter_sharding import constrain_tokens
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.process.exit_codes import UserError
 
 FULL_PRECISION = "full_precision"
 """A flag in the metadata of an `nnx.Param`: `bf16_compute` does not cast it to bfloat16."""

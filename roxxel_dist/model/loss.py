@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import TENSOR, device_type, row_shards, token_shards
 from roxxel_dist.cluster.parameter_sharding import constrain_batch, constrain_tokens
 from roxxel_dist.model.config import ModelConfig
@@ -21,6 +20,7 @@ from roxxel_dist.model.cross_entropy import (
     weighted_cross_entropy,
 )
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.process.exit_codes import UserError
 
 CHUNK_BYTES = 64_000_000
 """Of a device, for the float32 logits of a chunk where `loss_chunk` is auto."""

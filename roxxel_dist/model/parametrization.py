@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.layers import COLUMN_AXES, STACKED
+from roxxel_dist.process.exit_codes import UserError
 
 
 @dataclass(frozen=True)

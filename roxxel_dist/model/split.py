@@ -17,11 +17,11 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, Axes
 from roxxel_dist.cluster.step_parts import CASTS
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED, DynamicScalar
 from roxxel_dist.model.lora import LoRAParam, scales_of
+from roxxel_dist.process.exit_codes import UserError
 
 Leaves = dict[str, jax.Array]
 

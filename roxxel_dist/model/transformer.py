@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_batch
 from roxxel_dist.cluster.step_parts import ATTENTION, EMBEDDING, HEAD_AND_LOSS, NORMS
@@ -25,6 +24,7 @@ from roxxel_dist.model.lora import LoRAParam, linear
 from roxxel_dist.model.mlp import FeedForward
 from roxxel_dist.model.parametrization import rescale
 from roxxel_dist.model.scan_layers import layer_of, run_stack, stack_of
+from roxxel_dist.process.exit_codes import UserError
 
 
 class Block(nnx.Module):

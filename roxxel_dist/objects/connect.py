@@ -7,10 +7,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.objects.errors import MissingLibraryError, StoreDeniedError
 from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.extras import pip_install
 
 CONNECT_S = 10.0
 ENDPOINT = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[\w./-]*)?")

@@ -1,6 +1,6 @@
 """Errors of object stores: one class for each way to handle them."""
 
-from roxxel_dist.cluster.exit_codes import FileSystemError, UserError
+from roxxel_dist.process.exit_codes import FileSystemError, UserError
 
 
 class StoreError(OSError):

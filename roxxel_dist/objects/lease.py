@@ -14,9 +14,9 @@ from secrets import token_hex
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import is_alive, print_line, process_record
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.file_lock import is_alive, print_line, process_record
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore

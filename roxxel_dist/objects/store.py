@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roxxel_dist.cluster.durable import sync_folder
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.objects.connect import connect
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError
 from roxxel_dist.objects.failures import Failure, failure_of
 from roxxel_dist.objects.retry import Retries, ShortBodyError
 from roxxel_dist.objects.url import ObjectUrl, checked_key
+from roxxel_dist.process.durable import sync_folder
+from roxxel_dist.process.exit_codes import UserError
 
 TIMEOUT_S = 120.0
 REQUEST_S = 30.0

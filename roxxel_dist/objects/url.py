@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 SCHEMES = ("s3", "gs", "az")
 # A Path replaces two slashes by one.

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, TABLE
-from roxxel_dist.cluster.durable import cache_folder, make_folder, write_file
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import is_held
-from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.data.files.discovery import ENDING
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.url import ObjectUrl, is_url
+from roxxel_dist.process.durable import cache_folder, make_folder, write_file
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.file_lock import is_held
+from roxxel_dist.process.folder_lock import LOCK
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectInfo

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CURSOR
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.data.files.discovery import ENDINGS
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.folder_lock import LOCK
 
 RUN_FILES = (
     "config.yaml",

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from roxxel_dist.checkpoint.digests import files_below
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS
-from roxxel_dist.cluster import save_requests
-from roxxel_dist.cluster.mailbox import ANSWER, REQUEST
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.place.bucket_folder import AT_ONCE, FileState, state_of
+from roxxel_dist.process import save_requests
+from roxxel_dist.process.mailbox import ANSWER, REQUEST
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore

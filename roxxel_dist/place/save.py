@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS
-from roxxel_dist.cluster import save_requests
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mailbox import ANSWER, REQUEST
-from roxxel_dist.cluster.save_requests import FOLDER
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.place.bucket_folder import LEASE
 from roxxel_dist.place.directory import CONFIG, is_held
 from roxxel_dist.place.run_place import bucket_url
+from roxxel_dist.process import save_requests
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.mailbox import ANSWER, REQUEST
+from roxxel_dist.process.save_requests import FOLDER
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore

@@ -12,10 +12,10 @@ from roxxel_dist.checkpoint.metadata import (
     MetaFile,
     steps_of,
 )
-from roxxel_dist.cluster.durable import FormatError
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.place.run_place import bucket_run
+from roxxel_dist.process.durable import FormatError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.metadata import saved_config
 from roxxel_dist.run.past import check_no_program
 from roxxel_dist.settings.config import Config

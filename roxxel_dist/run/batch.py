@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, CheckpointMetadata, MetaFile
-from roxxel_dist.cluster.durable import FormatError
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.place.directory import CONFIG, DATA, is_run, no_run
 from roxxel_dist.place.run_place import bucket_folder
+from roxxel_dist.process.durable import FormatError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.curriculum import build_curriculum, open_data_sets
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.utils.voice import argument

@@ -12,12 +12,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import print_line
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.corpus.build import build
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.dataset import Roxxel
@@ -29,6 +25,10 @@ from roxxel_dist.model.config import AttentionKernel
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.split import split_module
 from roxxel_dist.model.user_code import import_function, is_function
+from roxxel_dist.process import interrupt
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.file_lock import print_line
+from roxxel_dist.process.progress import Progress
 from roxxel_dist.run.curriculum import (
     build_curriculum,
     check_vocabularies,
@@ -40,10 +40,10 @@ from roxxel_dist.run.optimizer import build_optimizer
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.step.optimizer import NamedOptimizer
 from roxxel_dist.train.step.step import LossFn, loop_numbers
 from roxxel_dist.train.steps import StepOptions, Steps, make_steps
+from roxxel_dist.train.validation.evaluator import HELD_OUT
 from roxxel_dist.weights.base import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
 from roxxel_dist.weights.model import attention_kernel, model_builder, slower_attention
 

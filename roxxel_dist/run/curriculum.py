@@ -6,13 +6,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum, Phase, all_phases
 from roxxel_dist.curriculum.segments import check_batches
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import NoShardsError, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.verify import check_sampled_ids
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import OptimizerConfig
 

@@ -15,7 +15,6 @@ from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointRange, Check
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import make_devices
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
@@ -25,21 +24,22 @@ from roxxel_dist.data.tasks import Task
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.place.directory import METRICS, TOKENIZER, no_run
 from roxxel_dist.place.run_place import local_run
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import RunComponents, build_components, check_vocabularies, open_tasks
 from roxxel_dist.run.curriculum import open_data_sets
 from roxxel_dist.run.metadata import RunMetadata, data_of, saved_config
 from roxxel_dist.run.record import kernel_begun_with
 from roxxel_dist.settings.config import RECORD, Config
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.train.evaluator import Validation, summarize
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import fetch
 from roxxel_dist.train.steps import StepOptions, make_steps
-from roxxel_dist.train.task_scores import TaskScores, of_task
-from roxxel_dist.train.text_of_sets import TextOfSets, gives_nats, why_unknown
-from roxxel_dist.train.validation_rows import ValidationRows
+from roxxel_dist.train.validation.evaluator import Validation, summarize
+from roxxel_dist.train.validation.task_scores import TaskScores, of_task
+from roxxel_dist.train.validation.text_of_sets import TextOfSets, gives_nats, why_unknown
+from roxxel_dist.train.validation.validation_rows import ValidationRows
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
 from roxxel_dist.weights.model import attention_kernel

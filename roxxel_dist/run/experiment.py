@@ -9,10 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import ResumeSpec, read_cursor
-from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, is_primary, make_devices
-from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute, check_local, is_tokens
 from roxxel_dist.data.tasks import Task
@@ -28,6 +26,8 @@ from roxxel_dist.place.directory import (
     default_run_dir,
 )
 from roxxel_dist.place.run_place import bucket_url
+from roxxel_dist.process import interrupt
+from roxxel_dist.process.exit_codes import UserError, attempt_number
 from roxxel_dist.run.components import (
     RunComponents,
     build_components,
@@ -51,7 +51,7 @@ from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_strea
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.step.optimizer import for_run
-from roxxel_dist.train.text_of_sets import why_unknown
+from roxxel_dist.train.validation.text_of_sets import why_unknown
 from roxxel_dist.utils.progress import Progress
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of

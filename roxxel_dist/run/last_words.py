@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.distributed import is_primary
-from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.model.generate import generate, known_ids
 from roxxel_dist.place.directory import CURVE
+from roxxel_dist.process.extras import pip_install
 from roxxel_dist.run.report import draw_losses, read_runs
 from roxxel_dist.settings.config import Config
 from roxxel_dist.train.loop import Loop

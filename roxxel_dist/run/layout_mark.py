@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.durable import cache_folder, make_folder, write_file
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
 from roxxel_dist.model.user_code import import_function, is_function
+from roxxel_dist.process.durable import cache_folder, make_folder, write_file
 from roxxel_dist.settings.config import Config
 from roxxel_dist.train.parts import Parts
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.user_code import call_function, import_function, is_function
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import SCHEDULE_FREE, OptimizerConfig
 from roxxel_dist.train.step.optimizer import NamedOptimizer

@@ -11,21 +11,21 @@ import jax
 
 from roxxel_dist.checkpoint.metadata import CheckpointRef, write_cursor
 from roxxel_dist.cluster import determinism
-from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER, is_of_program
 from roxxel_dist.place.run_place import local_run
+from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.metadata import PACKAGES, RunMetadata
 from roxxel_dist.settings.config import DEFAULTS, RECORD, Config
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.resume import ResumePoint, check_same_bits, max_steps_note
 from roxxel_dist.train.step.schedule import LrSchedule, scaling_note
-from roxxel_dist.train.validation_rows import validation_note
+from roxxel_dist.train.validation.validation_rows import validation_note
 from roxxel_dist.utils.voice import argument
 
 MB = 1e6

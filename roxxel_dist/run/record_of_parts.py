@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute
@@ -16,6 +15,7 @@ from roxxel_dist.data.files.foreign import ForeignFile
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.place.directory import CONFIG, SUMMARY, TOKENIZER
+from roxxel_dist.process.durable import write_file
 from roxxel_dist.run.components import on_primary
 from roxxel_dist.run.metadata import RunMetadata
 from roxxel_dist.run.record import summarize

@@ -4,8 +4,8 @@ import importlib.util
 from pathlib import Path
 
 from roxxel_dist.cluster.distributed import is_primary
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.extras import pip_install
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.extras import pip_install
 from roxxel_dist.settings.config import Config
 from roxxel_dist.train.log.base import Tracker
 from roxxel_dist.train.log.tensorboard import TensorboardTracker

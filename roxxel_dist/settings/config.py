@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_type_hints
 
-from roxxel_dist.cluster.device_counts import DeviceNeeds
-from roxxel_dist.cluster.durable import FORMAT, check_format, write_file
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.files.discovery import absolute as absolute_path
 from roxxel_dist.data.files.discovery import check_local, names_objects
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
+from roxxel_dist.process.device_counts import DeviceNeeds
+from roxxel_dist.process.durable import FORMAT, check_format, write_file
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
 from roxxel_dist.settings.values import EXPONENT, as_choice, fits, is_text, type_name, with_numbers
 from roxxel_dist.utils.component import DocWithFields, component

@@ -6,8 +6,8 @@ Neither a run nor a sweep accepts a setting that changes nothing: the numbers wo
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.user_code import is_function
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, Config
 
 SAVED_SHARE = 2 / 3

@@ -3,8 +3,8 @@
 import math
 from typing import Any, Literal, TypedDict, get_args
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.user_code import is_function, split_name
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.component import component
 
 TRIAL = "ROXXEL_TRIAL"

@@ -4,8 +4,8 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
-from roxxel_dist.cluster.exit_codes import FileSystemError, OutputError, UserError, attempt_number
 from roxxel_dist.objects.errors import StoreError
+from roxxel_dist.process.exit_codes import FileSystemError, OutputError, UserError, attempt_number
 
 CURES = {
     errno.ENOENT: "check the path",

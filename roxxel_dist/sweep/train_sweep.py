@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, UserError
 from roxxel_dist.place.directory import default_run_dir
+from roxxel_dist.process.exit_codes import EXIT_USAGE, UserError
 from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.settings.training import TRIAL
 from roxxel_dist.settings.usage_errors import usage_errors

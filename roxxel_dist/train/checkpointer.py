@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.split import split_module
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.step.bad_steps import LossMonitorState
 from roxxel_dist.train.step.state import TrainState, TrainView
 

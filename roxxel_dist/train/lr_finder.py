@@ -15,12 +15,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, scalars_on
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.segments import check_batches
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.split import Leaves
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import LONG, NamedOptimizer

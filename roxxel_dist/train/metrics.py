@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 
 from roxxel_dist.cluster.determinism import is_deterministic
 from roxxel_dist.cluster.distributed import process_count, process_index
-from roxxel_dist.cluster.exit_codes import REACHED_ENV
 from roxxel_dist.cluster.mesh import device_type
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.process.exit_codes import REACHED_ENV
 from roxxel_dist.train.log.base import LogQueue
 from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.step.batch_layout import BatchLayout, cut_rows_text

@@ -11,20 +11,20 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.checkpoint.metadata import RESUME_LATEST, ResumeSpec
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tasks import Task
 from roxxel_dist.place.bucket_run import BucketRun
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.checkpointer import Checkpointer
-from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes, rows_sharding
 from roxxel_dist.train.log.base import Tracker, TrackerSource
 from roxxel_dist.train.step.optimizer import Optimizer, as_optimizer
 from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.step import LossFn
+from roxxel_dist.train.validation.evaluator import HELD_OUT
 
 
 @dataclass(frozen=True, eq=False, repr=False)

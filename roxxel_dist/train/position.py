@@ -8,11 +8,11 @@ import jax
 
 from roxxel_dist.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.checkpoint.store import DamagedCheckpoint
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.even_rows import SpreadRows
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.split import ModuleSplit
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.exact.layout import DeviceStates, can_cut_rows, check_shapes
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.resources import Resources

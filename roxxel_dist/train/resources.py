@@ -11,10 +11,10 @@ from roxxel_dist.checkpoint.memory import MemoryTier, open_memory
 from roxxel_dist.checkpoint.metadata import read_cursor, write_cursor
 from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_index
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.folder_lock import hold_folder
-from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.place.files import check_run_folder
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.folder_lock import hold_folder
+from roxxel_dist.process.progress import Progress
 from roxxel_dist.train.log.base import CRASH_LIMIT_S, LogQueue
 from roxxel_dist.train.log.timeline import Timeline
 from roxxel_dist.train.parts import Parts

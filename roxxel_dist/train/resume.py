@@ -22,20 +22,20 @@ from roxxel_dist.checkpoint.metadata import (
 )
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.model.split import Leaves, ModuleSplit
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.average import Averaged, begin_average
 from roxxel_dist.train.step.bad_steps import BadStep, known_good
 from roxxel_dist.train.step.optimizer import Optimizer, for_run, schedule_of
 from roxxel_dist.train.step.schedule import LrSchedule, schedule_change
 from roxxel_dist.train.step.state import TrainState
-from roxxel_dist.train.validation_rows import ValidationRows
+from roxxel_dist.train.validation.validation_rows import ValidationRows
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import (
     INITIALIZED_FROM,

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CURSOR, DAMAGED, META, TABLE
-from roxxel_dist.cluster.durable import cache_folder, make_folder
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.objects.errors import StoreError
 from roxxel_dist.objects.lease import is_renewed
 from roxxel_dist.place.bucket_folder import LEASE, BucketFolder
 from roxxel_dist.place.directory import CONFIG, DEFINITION, METRICS, is_run, no_run
+from roxxel_dist.process.durable import cache_folder, make_folder
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.log.timeline import NAME
 from roxxel_dist.view.run import RunReader, RunState
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.place.directory import CONFIG, METRICS, is_run, no_run
 from roxxel_dist.place.run_place import local_run
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.sweep.study import folder as studies
 from roxxel_dist.sweep.study.folder import flat

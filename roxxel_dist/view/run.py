@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, DAMAGED, TABLE, MetaFile, read_cursor
-from roxxel_dist.cluster.process_stat import STATE, stat
 from roxxel_dist.launcher.control.record import JobRecord, Restart
 from roxxel_dist.place.directory import CONFIG, METRICS, is_held
+from roxxel_dist.process.process_stat import STATE, stat
 from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.train.log.timeline import FINISHED, NAME, TimeSpent
 from roxxel_dist.view.curve import Bucket, Curves, Points, number_of, points_of, step_of

@@ -20,12 +20,12 @@ from roxxel_dist.checkpoint.files import shapes as shapes_of
 from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.distributed import is_primary
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, target_of
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.place.run_place import bucket_run, local_run
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.files import NEWEST, TensorFiles, has_tensors
 from roxxel_dist.weights.hf_folder import HfFolder, fields_of, is_hf_folder

@@ -38,8 +38,8 @@ from safetensors.numpy import save_file
 
 from roxxel_dist.checkpoint.digests import LENGTH, digest, is_sealed, seal
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_count, process_index
-from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.exit_codes import UserError
 
 NEWEST, BEST = "model_weights.msgpack", "best_model_weights.msgpack"
 """The files of a run that hold the weights of its newest and of its best checkpoint."""

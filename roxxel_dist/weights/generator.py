@@ -6,9 +6,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.model.generate import Sampling, generate_rows, known_ids, stream
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.weights.hf_folder import end_ids, is_hf_folder
 from roxxel_dist.weights.load import check_continues, load_run
 

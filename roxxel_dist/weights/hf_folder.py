@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.families import model_fields
 from roxxel_dist.model.huggingface import Tensors, put_together, tensors_of, their_shapes
 from roxxel_dist.model.split import Leaves
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.weights.files import TensorFiles
 
 HF_CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, UserError
-from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.data.tasks import ScoredRow, length_for, padded, row_of, windows
+from roxxel_dist.process.exit_codes import EXIT_USAGE, UserError
+from roxxel_dist.process.extras import pip_install
 from roxxel_dist.weights.generator import Generator
 
 try:

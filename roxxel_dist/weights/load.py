@@ -19,7 +19,6 @@ from roxxel_dist.checkpoint import files
 from roxxel_dist.checkpoint.digests import in_words, read_verified
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.checkpoint.stored_blocks import check_checkpoint
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_NAMES, Tokenizer
@@ -27,6 +26,7 @@ from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, target_of
 from roxxel_dist.model.split import Leaves, trace_module
 from roxxel_dist.place.directory import CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.place.run_place import bucket_run
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.weights.base import INITIALIZED_FROM, base_of, check_base
 from roxxel_dist.weights.files import BEST, NEWEST, OF_STATE, WHOLE, TensorFiles, has_tensors, read_model, step_of

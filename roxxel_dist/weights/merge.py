@@ -16,14 +16,14 @@ import numpy as np
 from roxxel_dist.checkpoint import files
 from roxxel_dist.checkpoint.digests import read_verified
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CheckpointMetadata, CheckpointRange, CheckpointRef, MetaFile
-from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.distributed import make_devices
-from roxxel_dist.cluster.durable import make_folder, sync_folder
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute, check_local, is_tokens
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.place.directory import CONFIG, DATA, TOKENIZER
 from roxxel_dist.place.run_place import local_run
+from roxxel_dist.process import interrupt
+from roxxel_dist.process.durable import make_folder, sync_folder
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.weights.base import open_checkpoint
 from roxxel_dist.weights.load import Weights, weights_of

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.attention.kernels import broken_rule, kernel_for, key_size, native_kernel, score_traffic
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.parametrization import Width, rescale_to, widths
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.model.user_code import call_function, import_function
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config
 from roxxel_dist.utils.display import size
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointMetadata, EarlyStopping, MetaFile
-from roxxel_dist.cluster.durable import FormatError
+from roxxel_dist.process.durable import FormatError
 
 
 def test_the_best_loss_and_the_validations_since():

@@ -11,7 +11,6 @@ import pytest
 from commands import wait_for
 
 from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
-from roxxel_dist.cluster.save_requests import FOLDER, SaveRequests
 from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
@@ -19,6 +18,7 @@ from roxxel_dist.place import mirror as run_mirror
 from roxxel_dist.place.bucket_folder import BucketFolder
 from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.place.run_place import local_run
+from roxxel_dist.process.save_requests import FOLDER, SaveRequests
 
 STATE = {"params": {"w": jnp.arange(600_000.0), "b": jnp.arange(3.0)}, "step": jnp.int32(1)}
 

@@ -9,12 +9,12 @@ from flax import nnx
 
 import roxxel_dist
 from roxxel_dist.checkpoint.store import CheckpointStore
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 HOLDER = """
 import sys
 from pathlib import Path
-from roxxel_dist.cluster.folder_lock import hold_folder
+from roxxel_dist.process.folder_lock import hold_folder
 hold_folder(Path(sys.argv[1]), "saving checkpoints in")
 print("held", flush=True)
 sys.stdin.read()

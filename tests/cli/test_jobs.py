@@ -242,7 +242,7 @@ def test_a_killed_launcher_is_lost_and_hangup_is_nothing_to_it(desk: Desk) -> No
 STEPS = """
 import os, signal, time
 from pathlib import Path
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 attempt = int(os.environ["ROXXEL_ATTEMPT"])
 Progress.from_env(0).enter(12 + attempt)
 if attempt == 0:
@@ -334,7 +334,7 @@ def test_two_runs_in_one_directory_have_their_own_lines(desk: Desk) -> None:
 TRAIN = """
 import os, time
 from pathlib import Path
-from roxxel_dist.cluster.folder_lock import hold_folder
+from roxxel_dist.process.folder_lock import hold_folder
 Path("{run}/logs").mkdir(parents=True, exist_ok=True)
 Path("{run}/config.yaml").write_text("dim: 64")
 release = hold_folder(Path("{run}"), "training in")

@@ -10,7 +10,7 @@ import pytest
 
 from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import FileSystemError, UserError
+from roxxel_dist.process.exit_codes import FileSystemError, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import aligned
 

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.build import build
 from roxxel_dist.corpus.documents import TEXT_FILES
 from roxxel_dist.corpus.find import find_corpus
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import command_line
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.even_rows import SpreadRows
 from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.process.exit_codes import UserError
 
 SETS = {
     "one shard": [(0, 100_000)],

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from roxxel_dist import Config, Curriculum, Phase, Plan, Roxxel
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 
 def test_positional_order_is_steps_batch_seq_len_epochs():

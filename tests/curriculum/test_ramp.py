@@ -3,8 +3,8 @@
 import pytest
 
 from roxxel_dist import Config, Curriculum, Phase
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import phases_of
+from roxxel_dist.process.exit_codes import UserError
 
 
 @pytest.mark.parametrize(

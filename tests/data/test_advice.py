@@ -9,10 +9,10 @@ import tokenizers
 
 from roxxel_dist import Roxxel
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.build import build
 from roxxel_dist.corpus.encode import train_on
 from roxxel_dist.data.tokenizer.tokenizer import LONGEST_WORD, bounded, train_tokenizer
+from roxxel_dist.process.exit_codes import UserError
 
 DAMAGE = {
     "empty": lambda data: b"",

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.cluster.durable import make_folder, write_file
-from roxxel_dist.cluster.file_lock import take_lock
 from roxxel_dist.corpus.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import finish_interrupted, publish, staging
+from roxxel_dist.process.durable import make_folder, write_file
+from roxxel_dist.process.file_lock import take_lock
 from roxxel_dist.settings.config import Config
 
 OLD = [b"old-one", b"old-two", b"old-three"]

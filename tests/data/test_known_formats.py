@@ -15,7 +15,7 @@ import pytest
 
 from roxxel_dist import Roxxel
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, 50257, 20000)

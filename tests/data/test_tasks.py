@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.tasks import encode_pair, read_tasks
 from roxxel_dist.data.tokenizer.tokenizer import train_tokenizer
+from roxxel_dist.process.exit_codes import UserError
 
 BYTES = train_tokenizer("byte", [])
 END = BYTES.eos_id

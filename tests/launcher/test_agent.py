@@ -15,9 +15,9 @@ import psutil
 import pytest
 from commands import TERMINAL, on_terminal
 
-from roxxel_dist.cluster import progress
 from roxxel_dist.launcher.host.protocol import NONCE, encode
 from roxxel_dist.launcher.job.placement import coordinator_port
+from roxxel_dist.process import progress
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]
@@ -64,7 +64,7 @@ def test_what_each_rank_sees(launch: Launch, tmp_path: Path) -> None:
 CLEANED = """
 import os, time
 from pathlib import Path
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank, file = int(os.environ["ROXXEL_PROCESS_ID"]), Path(os.environ["ROXXEL_PROGRESS"])
 if rank == 1:
     Progress.from_env(rank).enter(4)
@@ -127,7 +127,7 @@ def test_every_line_arrives_once_in_order_with_time_host_and_rank(launch: Launch
 
 PIPE = """
 import os, subprocess, sys
-from roxxel_dist.cluster.progress import agent_pipe
+from roxxel_dist.process.progress import agent_pipe
 
 def pipes():
     paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
@@ -194,7 +194,7 @@ def test_a_reader_that_does_not_read_is_waited_for_by_nobody(launch: Launch, ali
 
 BAR = """
 import os, time
-from roxxel_dist.cluster.progress import agent_pipe
+from roxxel_dist.process.progress import agent_pipe
 for step in range(3, 6):
     record = {"step": step, "total": 5, "start": 2, "phase": "warm [/x]", "loss": 1.5}
     record |= {"tokens_per_s": 1234.0, "eta_s": 65}
@@ -252,7 +252,7 @@ def test_a_script_that_knows_nothing_of_us_computes_together_and_its_exception_i
 
 def test_an_agent_that_hears_nothing_says_so_and_ends(tmp_path: Path) -> None:
     """Its stdin stays open, as behind a cut link, and no order arrives."""
-    words = [sys.executable, "-m", "roxxel_dist.launcher.host.agent", "1"]
+    words = [sys.executable, "-m", "roxxel_dist.launcher.agent.agent", "1"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes) as agent:
         assert agent.wait(60) == 1
@@ -261,7 +261,7 @@ def test_an_agent_that_hears_nothing_says_so_and_ends(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_hears_nothing_more_ends_its_ranks(tmp_path: Path, alive: Alive) -> None:
-    words = [sys.executable, "-m", "roxxel_dist.launcher.host.agent", "1"]
+    words = [sys.executable, "-m", "roxxel_dist.launcher.agent.agent", "1"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     start = {"type": "start", "command": ["sleep", "600"], "ranks": [{"rank": 0, "env": {}}], "total": 1}
     with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes) as agent:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Cluster
-from layers import OF_CLUSTER, PACKAGE
+from layers import PACKAGE
 
 PROGRAM = """
 import sys
@@ -25,11 +25,10 @@ sys.exit(code)
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """A Python with the launcher and the files of `cluster/` that it needs."""
+    """A Python with the launcher and `process/`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     (site,) = (tmp_path / "bare").glob("lib/python*/site-packages")
-    files = [PACKAGE / "__init__.py", PACKAGE / "cluster" / "__init__.py", *(PACKAGE / "launcher").rglob("*.py")]
-    files += [PACKAGE / "cluster" / f"{name}.py" for name in OF_CLUSTER]
+    files = [PACKAGE / "__init__.py", *(PACKAGE / "process").glob("*.py"), *(PACKAGE / "launcher").rglob("*.py")]
     for file in files:
         target = site / "roxxel_dist" / file.relative_to(PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -16,9 +16,9 @@ import psutil
 import pytest
 from ranks import is_waiting_spare, write_namesakes
 
-from roxxel_dist.cluster import stop_requests
 from roxxel_dist.launcher.control.report import saved
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, is_drain
+from roxxel_dist.process import stop_requests
 
 Launch = Callable[..., Any]
 
@@ -211,7 +211,7 @@ def test_sigterm_at_an_agent_is_a_preemption_of_its_host(
         cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     until(lambda: len(list(tmp_path.glob("up.*.0"))) == 2, "the ranks")
-    agents = [pid for pid in hosts.processes("h2") if "launcher.host.agent" in " ".join(psutil.Process(pid).cmdline())]
+    agents = [pid for pid in hosts.processes("h2") if "launcher.agent.agent" in " ".join(psutil.Process(pid).cmdline())]
     for pid in agents:
         os.kill(pid, TERM)
     until(lambda: len(list(tmp_path.glob("saved.*"))) == 2, "both saves")
@@ -244,7 +244,7 @@ runpy.run_module("roxxel_dist", run_name="__main__", alter_sys=True)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 @pytest.mark.parametrize(
-    "module", ["roxxel_dist.cluster.interrupt", "roxxel_dist.cli", "roxxel_dist.launcher.control.supervisor"]
+    "module", ["roxxel_dist.process.interrupt", "roxxel_dist.cli", "roxxel_dist.launcher.control.supervisor"]
 )
 def test_the_first_process_of_a_container_hears_a_request_from_its_first_moment_on(module: str, tmp_path: Path) -> None:
     """The kernel drops signals for which that process has no handler."""
@@ -262,7 +262,7 @@ def test_a_rank_that_a_batch_system_has_ended_was_preempted(launch: Launch, tmp_
 
 MAIN = """
 import os, sys, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank, attempt = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_ATTEMPT"])
 progress = Progress.from_env(rank)
 for step in range(1000 * attempt + 1, 1000 * attempt + (10 if attempt else 900)):

@@ -410,9 +410,9 @@ def test_where_the_host_and_the_program_go(via: str, start: list[str], count: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(clients), prepend=os.pathsep)
         backend = ExecBackend(["pod-1"], via, python="/my py/python", directory="/it's {host} {command}")
-    words = backend.argv("pod-1", "roxxel_dist.launcher.host.agent", "10")
+    words = backend.argv("pod-1", "roxxel_dist.launcher.agent.agent", "10")
     assert (words[: len(start)], len(words)) == (start, count)
-    (text,) = [word for word in words if "roxxel_dist.launcher.host.agent" in word]
+    (text,) = [word for word in words if "roxxel_dist.launcher.agent.agent" in word]
     program = text.removeprefix("--command=").partition("exit 64; }; ")[2] or text.removeprefix("--command=")
     folder, _, python = program.partition(" && exec ")
     assert shlex.split(folder) == ["cd", "/it's {host} {command}"]
@@ -639,6 +639,6 @@ def test_an_agent_behind_a_terminal_is_told_to_leave(away: str, tmp_path: Path, 
     def agents() -> list[psutil.Process]:
         found = psutil.process_iter(["cmdline", "cwd"])
         mine = [one for one in found if one.info["cwd"] == str(tmp_path) and one.info["cmdline"]]
-        return [one for one in mine if "roxxel_dist.launcher.host.agent" in " ".join(one.info["cmdline"])]
+        return [one for one in mine if "roxxel_dist.launcher.agent.agent" in " ".join(one.info["cmdline"])]
 
     until(lambda: not agents(), "the agent to be gone")

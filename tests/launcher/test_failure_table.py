@@ -23,7 +23,7 @@ Until = Callable[[Callable[[], object], str], None]
 
 PROGRAM = """
 import os, signal, sys, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank, attempt, how = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_ATTEMPT"]), sys.argv[1]
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))

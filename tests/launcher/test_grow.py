@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from slurm_desk import OVER, Desk
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
 from roxxel_dist.launcher.backends.slurm.grow import GrowJobs, nodes_of, options_from, options_of
+from roxxel_dist.process.exit_codes import UserError
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 

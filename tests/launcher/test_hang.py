@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.cluster.progress import ACTIVITIES, Record
+from roxxel_dist.launcher.agent.agent import ask_for_stack
 from roxxel_dist.launcher.control.report import environment_report, hang_report
-from roxxel_dist.launcher.host.agent import ask_for_stack
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.policy.hang import LEAST_S, LIMITS_S, UNKNOWN_S, HangDetector, StepTimes
+from roxxel_dist.process.progress import ACTIVITIES, Record
 
 Launch = Callable[..., Any]
 STILL_S = Limits().still_s
@@ -265,8 +265,8 @@ def test_a_process_that_catches_a_signal_for_its_own_ends_is_not_asked() -> None
 RANKS = """
 import faulthandler, os, signal, time
 from pathlib import Path
-from roxxel_dist.cluster.exit_codes import STACK_SIGNAL
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.exit_codes import STACK_SIGNAL
+from roxxel_dist.process.progress import Progress
 faulthandler.register(STACK_SIGNAL, all_threads=True)
 rank, size = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_NUM_PROCESSES"])
 
@@ -367,7 +367,7 @@ def test_a_program_that_tells_no_steps_has_the_limit_that_is_said_at_the_start(l
 def test_a_slow_save_is_no_hang(launch: Launch) -> None:
     script = """
 import os, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank = int(os.environ["ROXXEL_PROCESS_ID"])
 progress = Progress.from_env(rank)
 progress.enter(1)
@@ -393,7 +393,7 @@ def test_a_process_that_does_not_listen_is_named_and_not_killed_by_the_question(
 
 QUIET = """
 import os
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 Progress.from_env(int(os.environ["ROXXEL_PROCESS_ID"])).enter(1)
 __import__("time").sleep(1000)
 """

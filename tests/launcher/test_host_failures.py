@@ -23,7 +23,7 @@ PORT = 7777
 # Ranks do steps together; those of `BAD` crash, or hang, in each attempt in another step.
 STEPS = """
 import os, signal, sys, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 env = os.environ
 attempt, rank, host = int(env["ROXXEL_ATTEMPT"]), int(env["ROXXEL_PROCESS_ID"]), os.uname().nodename
 progress = Progress.from_env(rank)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hosts import CONTROLLER, Cluster
 
-from roxxel_dist.launcher.host.lease import HostLease
+from roxxel_dist.launcher.agent.lease import HostLease
 from roxxel_dist.launcher.job.limits import Limits
 
 Until = Callable[[Callable[[], Any], str], None]

@@ -69,7 +69,7 @@ def test_a_host_that_is_back_is_taken_in_again(
     program = tmp_path / "program.py"
     program.write_text(
         "import os, signal, sys, time\n"
-        "from roxxel_dist.cluster.progress import agent_pipe\n"
+        "from roxxel_dist.process.progress import agent_pipe\n"
         "env, pipe = os.environ, agent_pipe()\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
         "attempt, ranks = env['ROXXEL_ATTEMPT'], env['ROXXEL_NUM_PROCESSES']\n"

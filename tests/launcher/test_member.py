@@ -63,7 +63,7 @@ class Members:
     def rank(self, index: int) -> int:
         """The first rank of a host: the child of a keeper, which is a fork of the agent."""
         processes = [psutil.Process(pid) for pid in self.hosts.processes(self.hosts.names[index])]
-        agent = next(one for one in processes if one.cmdline()[-1:] == ["roxxel_dist.launcher.host.agent"])
+        agent = next(one for one in processes if one.cmdline()[-1:] == ["roxxel_dist.launcher.agent.agent"])
         return min(child.pid for keeper in agent.children() for child in keeper.children())
 
 
@@ -151,7 +151,7 @@ def test_a_rank_that_dies_under_the_others_ends_them_too(members: Callable[[int]
 
 STUCK = """
 import os, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank = int(os.environ["ROXXEL_PROCESS_ID"])
 progress = Progress.from_env(rank)
 progress.enter(1)
@@ -327,7 +327,7 @@ def test_compose_starts_members_of_one_job(cli: Callable[..., Any], tmp_path: Pa
 
 HANGS = """
 import glob, os, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank = int(os.environ["ROXXEL_PROCESS_ID"])
 open(f"up.{{rank}}", "w").close()
 while len(glob.glob("up.*")) < 4:

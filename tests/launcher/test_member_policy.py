@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.cluster.device_counts import DeviceNeeds
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import host_list, inbox
 from roxxel_dist.launcher.control.host_list import HostList
@@ -17,6 +15,8 @@ from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to, 
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
+from roxxel_dist.process.device_counts import DeviceNeeds
+from roxxel_dist.process.exit_codes import UserError
 
 # The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")

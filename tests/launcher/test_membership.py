@@ -46,7 +46,7 @@ os.rename("." + name, name)
 while not os.path.exists("end"):
     time.sleep(0.05)
     if os.path.exists("save"):
-        from roxxel_dist.cluster.progress import agent_pipe
+        from roxxel_dist.process.progress import agent_pipe
         agent_pipe().send({"saved": 1})
 """
 
@@ -172,7 +172,7 @@ def test_a_list_and_requests_change_the_hosts_of_a_job(
 
 COMPILING = """
 import os
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 Progress.from_env(int(os.environ["ROXXEL_PROCESS_ID"])).enter(1)
 """ + PROGRAM.replace(
     'os.path.exists("save"):',

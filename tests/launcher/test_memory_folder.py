@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.host import memory_folder
+from roxxel_dist.launcher.agent import memory_folder
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]
@@ -100,7 +100,7 @@ def test_kill_9_leaves_no_folder(victims: str, launch: Launch, alive: Alive, unt
 
 def test_a_folder_that_nobody_was_left_to_remove_goes_with_the_next_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_folder, "NEW_S", 0.0)
-    make = "import sys; from roxxel_dist.launcher.host import memory_folder; memory_folder.create(sys.argv[1], 'ab');"
+    make = "import sys; from roxxel_dist.launcher.agent import memory_folder; memory_folder.create(sys.argv[1], 'ab');"
     used, abandoned = memory_folder.new_path(), memory_folder.new_path()
     assert used is not None
     assert abandoned is not None

@@ -14,12 +14,12 @@ import pytest
 from json_schemas import messages
 from jsonschema import Draft202012Validator
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.notify import Notifier
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.process.exit_codes import UserError
 
 pytestmark = pytest.mark.xdist_group("launch")
 Launch = Callable[..., Any]
@@ -27,7 +27,7 @@ APPEND = "cat >> events.jsonl"
 SECRET = "zq81secret"
 STUCK = """
 import os, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 progress = Progress.from_env(int(os.environ["ROXXEL_PROCESS_ID"]))
 for step in range(1, 4):
     progress.enter(step)

@@ -150,7 +150,7 @@ def test_a_pod_that_is_to_end_tells_its_agents_and_waits_for_them(tmp_path: Path
     """Its first process alone gets SIGTERM."""
     (tmp_path / "agent").write_text(AGENT)
     (tmp_path / "begin").write_text(
-        "sh agent roxxel_dist.launcher.host.agent &\n(until [ -e up ]; do sleep .1; done; kill 1) &\n"
+        "sh agent roxxel_dist.launcher.agent.agent &\n(until [ -e up ]; do sleep .1; done; kill 1) &\n"
     )
     words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", f". ./begin; {WAIT[2]}"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)

@@ -52,7 +52,7 @@ Start = Callable[..., Asked]
 def test_each_question_gives_it_a_new_life() -> None:
     """Rounds of questions may last longer than one life: a host that only has to wait must not go meanwhile."""
     program = (
-        "import signal, sys; from roxxel_dist.launcher.host import agent; arm = signal.alarm; "
+        "import signal, sys; from roxxel_dist.launcher.agent import agent; arm = signal.alarm; "
         "signal.alarm = lambda seconds: print(seconds, file=sys.stderr) or arm(seconds); agent.main()"
     )
     question = json.dumps({"ask": "addresses", "towards": []}) + "\n"
@@ -79,7 +79,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 def start(processes: list[subprocess.Popen[bytes]], tmp_path: Path) -> Start:
     def begin(cwd: Path = tmp_path, **env: str) -> Asked:
         outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
-        words = [sys.executable, "-m", "roxxel_dist.launcher.host.agent"]
+        words = [sys.executable, "-m", "roxxel_dist.launcher.agent.agent"]
         process = subprocess.Popen(words, cwd=cwd, env={**outer, **env}, stdin=-1, stdout=-1)
         processes.append(process)
         return Asked(process)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from roxxel_dist.cli import jobs as cli_jobs
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import record
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.jobs import queued
+from roxxel_dist.process.exit_codes import UserError
 
 ME = os.getuid()
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"

@@ -19,10 +19,10 @@ from ranks import write_namesakes
 from ray_nodes import RAY, STAY, RayNodes, begin, launch, ray_nodes, words
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.launcher.backends.ray import cluster
 from roxxel_dist.launcher.backends.ray.actor import environment
 from roxxel_dist.launcher.backends.ray.backend import unique
+from roxxel_dist.process.extras import pip_install
 
 pytestmark = pytest.mark.xdist_group("ray")  # one worker: the cluster is started once
 Until = Callable[[Callable[[], Any], str], None]
@@ -148,7 +148,7 @@ def test_training_has_the_losses_of_a_local_launch(nodes: RayNodes, tmp_path: Pa
 )
 def test_kill_9_leaves_nothing_anywhere(victim: str, nodes: RayNodes, tmp_path: Path, until: Until) -> None:
     job = begin(nodes, tmp_path, "--max-restarts", 0, "--", "bash", "-c", STAY)
-    parts = {"agent": "launcher.host.agent", "rank": "bash -c touch", "worker": "RayNode"}
+    parts = {"agent": "launcher.agent.agent", "rank": "bash -c touch", "worker": "RayNode"}
     os.kill(job.pid if victim == "launcher" else nodes.pid("h2", parts[victim]), signal.SIGKILL)
     _, err = job.communicate(timeout=60)
     assert job.returncode == (-9 if victim == "launcher" else 137)

@@ -15,14 +15,14 @@ import pytest
 from machines import stuck_disk
 
 from roxxel_dist.cli import jobs as cli_jobs
-from roxxel_dist.cluster import file_lock
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import index, record
 from roxxel_dist.launcher.control.index import find
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.control.recorder import WRITE_S, JobRecorder
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.process import file_lock
+from roxxel_dist.process.exit_codes import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT, EXIT_RUNTIME
 from roxxel_dist.launcher.policy.hang import Hang
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit
 from roxxel_dist.launcher.policy.restart import (
@@ -25,6 +24,7 @@ from roxxel_dist.launcher.policy.restart import (
     next_action,
     summary,
 )
+from roxxel_dist.process.exit_codes import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT, EXIT_RUNTIME
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]
@@ -281,7 +281,7 @@ def test_a_job_may_be_started_again_after_any_failure(code: int, again: bool) ->
 STEPS = """
 import os, sys, time
 from pathlib import Path
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank, attempt = int(os.environ["ROXXEL_PROCESS_ID"]), os.environ["ROXXEL_ATTEMPT"]
 size = int(os.environ["ROXXEL_NUM_PROCESSES"])
 progress = Progress.from_env(rank)
@@ -414,7 +414,7 @@ def test_ctrl_c_ends_the_pause_before_a_restart(launch: Launch, until: Callable[
 TOLD = """
 import os, time
 from pathlib import Path
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank, attempt = int(os.environ["ROXXEL_PROCESS_ID"]), os.environ["ROXXEL_ATTEMPT"]
 if rank == 0:  # a program whose child trains
     if os.fork():

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from roxxel_dist.cli.launch import device_counts
-from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.fleet import driver, start
 from roxxel_dist.launcher.fleet.driver import Driver, NotReadyError
@@ -21,6 +20,7 @@ from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.process.device_counts import DeviceNeeds
 
 Asked = list[tuple[str, ...]]
 ENDED = AttemptSummary(cause=Cause.INFRASTRUCTURE, code=137)

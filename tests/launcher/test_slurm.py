@@ -105,7 +105,7 @@ def test_kill_9_ends_the_job_with_the_right_code(victim: str, desk: Callable[[],
     two.up(2)
     where, part = {
         "launcher": ("h1", "launch slurm"),
-        "agent": ("h2", "launcher.host.agent"),
+        "agent": ("h2", "launcher.agent.agent"),
         "rank": ("h2", "bash -c touch"),
     }[victim]
     pids = [pid for pid in two.slurm.hosts.processes(where) if part in words_of(pid) and "srun" not in words_of(pid)]

@@ -20,7 +20,7 @@ CONFIG = """
 # In each rank, before anything else is imported: a step takes a while, so that there is time to disturb it.
 SLOW = """
 import os, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 enter = Progress.enter
 def slowly(self, *step):
     time.sleep(float(os.environ["SECONDS_A_STEP"]))

@@ -35,7 +35,7 @@ for name in ("package/late.py", "early.py"):
     open(name, "w").write("")
 own = [name for name in recorder().sources if not name.startswith("roxxel_dist")]
 print(*sorted(own), type(package.late.__spec__.loader).__mro__[1].__name__)
-print("roxxel_dist.cluster.progress" in recorder().sources)
+print("roxxel_dist.process.progress" in recorder().sources)
 """
 
 
@@ -103,7 +103,7 @@ def test_an_edit_during_a_start_is_tried_again(attempts: list[int], again: bool)
 
 STEPS = """
 import os, sys, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank, attempt = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_ATTEMPT"])
 progress = Progress.from_env(rank)
 from importlib import import_module

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from ranks import is_waiting_spare
 
-from roxxel_dist.cluster.free_memory import free_bytes
-from roxxel_dist.launcher.host.rank import Rank, RankCommand
-from roxxel_dist.launcher.host.spares import Spare, choose
+from roxxel_dist.launcher.agent.rank import Rank, RankCommand
+from roxxel_dist.launcher.agent.spares import Spare, choose
 from roxxel_dist.launcher.host.worker import JOINING, imports_of
 from roxxel_dist.launcher.job.program import program_of
+from roxxel_dist.process.free_memory import free_bytes
 
 pytestmark = pytest.mark.xdist_group("launch")  # not beside test_worker.py, of whose ranks a launch would tell
 Launch = Callable[..., Any]
@@ -33,7 +33,7 @@ READ = "0 " if os.uname().machine == "x86_64" else "63 "
 PROGRAM = """
 import json, os, resource, signal, sys, threading, time
 from pathlib import Path
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 import jax
 
 attempt = int(os.environ["ROXXEL_ATTEMPT"])
@@ -177,7 +177,7 @@ def test_without_a_spare_a_rank_starts_afresh(job: Callable[..., Job], tmp_path:
 
 STEPS = """
 import os, sys, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 for step in range(1, 1000):
     Progress.from_env(0).enter(step)
     time.sleep(0.01)

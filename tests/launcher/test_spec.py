@@ -203,7 +203,7 @@ def test_a_port_that_somebody_listens_on() -> None:
 def test_the_launcher_imports_nothing_heavy() -> None:
     code = (
         "import sys; from roxxel_dist.launcher import JobSpec, LocalBackend, log_dir_for, new_run_id, run;"
-        "import roxxel_dist.launcher.host.agent,"
+        "import roxxel_dist.launcher.agent.agent,"
         "roxxel_dist.launcher.host.worker, roxxel_dist.launcher.output.bar;"
         "print(sorted({'jax', 'numpy', 'yaml', 'rich', 'flax'} & set(sys.modules)))"
     )

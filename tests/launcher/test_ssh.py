@@ -165,7 +165,7 @@ def test_hosts_compute_together_and_the_first_exception_is_the_jobs(ssh: Callabl
 def test_kill_9_leaves_nothing_anywhere(victim: str, ssh: Callable[[int], Ssh], until: Until) -> None:
     two = ssh(2)
     launch = two.start("--max-restarts", 0, "--", "bash", "-c", STAY, ranks=2)
-    pids = {"launcher": launch.pid, "agent": two.pid("h2", "launcher.host.agent"), "rank": two.pid("h2", "bash -c")}
+    pids = {"launcher": launch.pid, "agent": two.pid("h2", "launcher.agent.agent"), "rank": two.pid("h2", "bash -c")}
     os.kill(pids[victim], signal.SIGKILL)
     _, err = launch.communicate(timeout=60)
     until(lambda: not two.left(), "everything to be gone")
@@ -184,7 +184,7 @@ def test_a_host_that_is_not_heard_ends_its_ranks_by_itself(how: str, ssh: Callab
     two = ssh(2)
     launch = two.start("--max-restarts", 0, "--", "bash", "-c", STAY, ranks=2)
     if how == "the agent is stopped":
-        os.kill(two.pid("h2", "launcher.host.agent"), signal.SIGSTOP)
+        os.kill(two.pid("h2", "launcher.agent.agent"), signal.SIGSTOP)
     else:
         two.hosts.drop("h2")
     if how == "the launcher is killed too":
@@ -260,10 +260,10 @@ def test_agents_outlive_an_attempt_and_a_spare_host_takes_the_place_of_a_lost_on
     script += "mv tmp.$ROXXEL_PROCESS_ID at.$ROXXEL_ATTEMPT.$ROXXEL_PROCESS_ID; [ $ROXXEL_ATTEMPT = 2 ] || sleep 1000"
     options = ["--spare-hosts", 1, "--host-timeout", 3]
     launch = three.start(*options, "--", "bash", "-c", script, ranks=2)
-    agents = {host: three.pid(host, "launcher.host.agent") for host in ("h1", "h2")}
+    agents = {host: three.pid(host, "launcher.agent.agent") for host in ("h1", "h2")}
     os.kill(three.pid("h2", "bash -c"), signal.SIGKILL)
     until(lambda: len(list(three.folder.glob("at.1.*"))) == 2, "the second attempt")
-    assert {host: three.pid(host, "launcher.host.agent") for host in agents} == agents
+    assert {host: three.pid(host, "launcher.agent.agent") for host in agents} == agents
     three.hosts.drop("h2")
     _, err = launch.communicate(timeout=60)
     assert launch.returncode == 0, err

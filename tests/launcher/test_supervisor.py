@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from roxxel_dist.cluster.stop_requests import FORWARD_S
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.process.stop_requests import FORWARD_S
 
 pytestmark = pytest.mark.xdist_group("launch")  # not beside test_worker.py, of whose ranks a launch would tell
 Launch = Callable[..., Any]
@@ -94,7 +94,7 @@ def test_success_says_nothing_and_takes_along_what_ranks_left(launch: Launch, al
 
 STEP = """
 import os, sys
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank = int(os.environ["ROXXEL_PROCESS_ID"])
 Progress.from_env(rank).enter(10 + rank)
 if rank == 1:
@@ -308,9 +308,9 @@ def test_kill_9_of_launcher_or_agent_leaves_nothing(
     victims = {
         "launcher": [job.process.pid],
         "agent": family["agent"],
-        "agent by its name": named(family["all"], "roxxel_dist.launcher.host.agent"),
+        "agent by its name": named(family["all"], "roxxel_dist.launcher.agent.agent"),
     }
-    assert set(family["agent"]) <= set(named(family["all"], "roxxel_dist.launcher.host.agent"))
+    assert set(family["agent"]) <= set(named(family["all"], "roxxel_dist.launcher.agent.agent"))
     for pid in victims[victim]:
         with contextlib.suppress(ProcessLookupError):  # the end of one may have ended the next
             os.kill(pid, signal.SIGKILL)
@@ -395,7 +395,7 @@ def test_a_configuration_error_is_said_once_and_leaves_its_log(
 
 ONE_BY_THE_OTHER = """
 import os, sys, time
-from roxxel_dist.cluster.exit_codes import EXIT_LOST_RANK
+from roxxel_dist.process.exit_codes import EXIT_LOST_RANK
 rank = int(os.environ["ROXXEL_PROCESS_ID"])
 with open(f"new.{rank}", "w") as file:
     print(os.getpid(), file=file)

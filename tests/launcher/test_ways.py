@@ -28,8 +28,8 @@ OFTEN = {  # what goes on each half second anyway, with all that it calls
     ("control/attempt.py", "_note_progress"),
     ("control/attempt.py", "_check_for_a_hang"),
     ("control/attempt.py", "_on_progress"),
-    ("host/agent.py", "_report"),
-    ("host/spares.py", "start"),
+    ("agent/agent.py", "_report"),
+    ("agent/spares.py", "start"),
 }
 inside = 0
 def note(frame, event, _):
@@ -74,7 +74,7 @@ sys.exit(code)
 
 RANK = """
 import os, signal, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank = os.environ["ROXXEL_PROCESS_ID"]
 def leave(*_):
     print("saved", flush=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.cli import COMMANDS
-from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_RUNTIME, EXIT_TIMEOUT_TEXT
 from roxxel_dist.launcher.host.worker import SUBCOMMANDS
+from roxxel_dist.process import progress
+from roxxel_dist.process.exit_codes import EXIT_HANG, EXIT_RUNTIME, EXIT_TIMEOUT_TEXT
 
 pytestmark = pytest.mark.xdist_group("launch")
 # Not `-m`: launches that are tested at the same time would take it for a rank that another one has left, and say so.

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.step import state
 
 OWN = {"model": "layouts.planted.sound:build", "loss": "layouts.planted.sound:loss"}

@@ -3,7 +3,7 @@
 import pytest
 from layouts.planted import noise
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 STREAM = "noise.noise.key"
 # A mistake of `planted/noise.py` -> words of the message.

@@ -13,10 +13,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import roxxel_dist
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, phase_mesh
 from roxxel_dist.model.attention.attend import attend
 from roxxel_dist.model.attention.kv_cache import AttentionMetadata
+from roxxel_dist.process.exit_codes import UserError
 
 __all__ = ["cudnn_by_xla"]
 MESHES = {

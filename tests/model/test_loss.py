@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from models import with_numbers
 from own_model import Attending
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.devices.traced_flops import traced_flops
@@ -23,6 +22,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import auto_chunks, next_token_loss, token_losses
 from roxxel_dist.model.split import cast, split_module
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.estimate.step_memory import memory_analysis
 
 SMALL = {"dim": 16, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8}

@@ -7,13 +7,13 @@ import pytest
 from flax import nnx
 from models import transformer
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.devices.traced_flops import traced_flops
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Block, Transformer
+from roxxel_dist.process.exit_codes import UserError
 
 SMALL = {"dim": 16, "num_blocks": 2, "vocab_size": 40, "max_context": 32, "head_size": 8}
 MLA = {"mla": True, "down_dim_q": 8, "down_dim_kv": 8, "rope_dim": 4}

@@ -7,7 +7,7 @@ from flax import nnx
 
 from roxxel_dist import Config
 from roxxel_dist.run.components import build_components, open_corpus
-from roxxel_dist.train.evaluator import HELD_OUT
+from roxxel_dist.train.validation.evaluator import HELD_OUT
 
 SMALL = {"dim": 16, "num_blocks": 1, "max_context": 16, "batch_size": 16, "grad_accum": 2, "epochs": 0.1}
 

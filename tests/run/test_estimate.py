@@ -15,13 +15,13 @@ from runs import rows
 from states import init_state
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase
-from roxxel_dist.cli.plan_table import layouts_table, table
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cli.tables.plan_table import layouts_table, table
 from roxxel_dist.cluster.mesh import AXES, make_mesh
 from roxxel_dist.devices.targets import Target
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import build_components
 from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate, spans
 from roxxel_dist.run.estimate.target_layouts import LayoutComparison, LayoutCost, compare, ways

@@ -14,9 +14,9 @@ import yaml
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.checkpoint.metadata import read_cursor
 from roxxel_dist.checkpoint.store import CheckpointStore
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.directory import RunDirectory, default_run_dir
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import build_components, open_corpus
 from roxxel_dist.run.evaluate import evaluate
 from roxxel_dist.settings.config import load_yaml

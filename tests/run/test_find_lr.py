@@ -13,8 +13,8 @@ from commands import run
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.build import build
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import temporary_folder
 from roxxel_dist.train.step import compile
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.fleet.simulation import Work
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.estimate import failures
 from roxxel_dist.run.estimate.failures import DAY_S, Cluster, estimate_failures, measured, young
 

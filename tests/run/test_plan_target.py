@@ -11,9 +11,9 @@ import pytest
 from commands import environment
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.devices.targets import GPUS, TPUS, gpu_config, is_too_large, memory_in, parse_target
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.estimate.estimate import EstimateRequest
 
 TPU_PYTHON = Path(__file__).parents[2] / ".cache" / "tpu" / "bin" / "python"

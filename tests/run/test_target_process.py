@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import target_functions
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.devices.targets import parse_target
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.estimate import target_process
 from roxxel_dist.run.estimate.target_process import TargetError, call_for_target
 

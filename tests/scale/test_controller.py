@@ -9,10 +9,10 @@ from typing import cast
 import pytest
 from pretended import LINEAR, PretendedJob, cpu_of, exponent
 
-from roxxel_dist.cluster import progress
 from roxxel_dist.launcher.control import record
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.driver import Driver
+from roxxel_dist.process import progress
 
 SIZES = [(32, 256), pytest.param((125, 1000), marks=pytest.mark.long)]
 RANKS = 8

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from roxxel_dist import Config
-from roxxel_dist.cli.arguments import parse_train
-from roxxel_dist.cluster.durable import FormatError
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cli.words.arguments import parse_train
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.process.durable import FormatError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import COMPONENTS, FIELD_TYPES
 from roxxel_dist.settings.training import ExperimentConfig
 from roxxel_dist.utils.component import field_docs

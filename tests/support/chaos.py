@@ -28,7 +28,7 @@ from chaos_injector import Injector
 from chaos_training import Training, last_state, left_behind, prepare
 from hosts import CONTROLLER, Cluster
 
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE
+from roxxel_dist.process.exit_codes import EXIT_USAGE
 
 STALL_S = 240.0
 """A job that makes no new step for so long hangs: that is longer than any pause before a restart, and a start."""

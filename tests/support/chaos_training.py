@@ -14,8 +14,8 @@ import psutil
 from commands import FAST
 from hosts import CONTROLLER, ROOT, Cluster
 
-from roxxel_dist.cluster import progress
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.process import progress
 
 STEP_LIMIT_S = 8.0
 RUNTIME_SIGNAL = int(signal.SIGRTMIN) + 9
@@ -192,7 +192,7 @@ class Training(Launches):
     def agents(self, host: str) -> list[int]:
         """The agent of a host, once it has a guard, which is its parent; its keepers look like it."""
         found = []
-        for process in self._that_run(host, "roxxel_dist.launcher.host.agent"):
+        for process in self._that_run(host, "roxxel_dist.launcher.agent.agent"):
             with suppress(psutil.Error):  # it has ended, or its guard has
                 if any("process_tree" in word for word in psutil.Process(process.ppid()).cmdline()):
                     found.append(process.pid)

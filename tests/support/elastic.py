@@ -31,7 +31,7 @@ LIMIT_S = 400.0
 # Found by every rank: the steps of a job that waits for hosts are to leave the cores to others.
 SLOW = """
 import sys, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 enter = Progress.enter
 def slowly(self, *step):
     if not any(word.endswith("/alone") for word in sys.orig_argv):

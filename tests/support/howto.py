@@ -28,7 +28,7 @@ CONFIG = """\
 # Found by every Python of a reader: the run that pages stop while it trains has time left until then.
 SLOW = """
 import sys, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 enter = Progress.enter
 def slowly(self, *step):
     time.sleep(0.5)

@@ -25,11 +25,13 @@ RANKS = [
     ["objects"],
     ["devices"],
     ["cluster"],
+    ["process"],
     ["utils"],
 ]
 # Inside a room likewise; FRONT are the files that lie in it and in none of its rooms.
 FRONT = ""
 INNER = {
+    "cli": [FRONT, "tables", "words"],
     "view": ["web", FRONT],
     "sweep": [
         "driver",
@@ -44,9 +46,21 @@ INNER = {
         "space",
     ],
     "run": ["estimate", FRONT],
-    "train": [FRONT, "exact", "log", "step"],
+    "train": [FRONT, "validation", "exact", "log", "step"],
     "data": [FRONT, "remote", "files", "tokenizer"],
-    "launcher": ["backends", "jobs", "control", "fleet", "preflight", "transport", "host", "output", "policy", "job"],
+    "launcher": [
+        "backends",
+        "jobs",
+        "control",
+        "fleet",
+        "preflight",
+        "transport",
+        "agent",
+        "host",
+        "output",
+        "policy",
+        "job",
+    ],
 }
 # What the launcher knows of `train`, by names.
 OF_TRAIN = {
@@ -63,12 +77,6 @@ EXCEPTIONS = OF_TRAIN | {
     # A program that a rank is
     ("roxxel_dist.launcher.job.placement", "roxxel_dist.launcher.host.worker"),
 }
-# Of the standard library alone, they and what they import; `test_alone` runs the launcher with nothing else.
-OF_CLUSTER = (
-    *("awake_clock", "device_counts", "durable", "exit_codes", "extras", "file_lock", "free_memory", "mailbox"),
-    *("platforms", "process_stat", "progress", "stop_requests"),
-)
-LAUNCHER_NEEDS = {f"roxxel_dist.cluster.{name}" for name in OF_CLUSTER}
 # A rank joins the others before the user's program begins.
 IN_A_RANK = ("roxxel_dist.launcher.host.worker", "roxxel_dist.cluster.distributed")
 # A program of its own on a host.

@@ -12,7 +12,6 @@ from math import log
 from pathlib import Path
 from typing import Any, cast
 
-from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.host.protocol import encode
@@ -26,6 +25,7 @@ from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.policy.hang import HangDetector
 from roxxel_dist.launcher.policy.outcome import AttemptResult
 from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.process.progress import Record
 
 NEVER_S = 1e6
 LINEAR = 1.5

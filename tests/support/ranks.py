@@ -9,7 +9,7 @@ NAMESAKES = (
 """Modules of the standard library, and of the launcher."""
 RANK = """
 import os, sys, time
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 rank = int(os.environ["ROXXEL_PROCESS_ID"])
 progress = Progress.from_env(rank)
 first = os.environ["ROXXEL_ATTEMPT"] == "0"

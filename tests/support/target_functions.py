@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 
 def environment(report, target):

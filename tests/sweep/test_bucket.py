@@ -13,11 +13,11 @@ from servers import AzureServer, GcsServer, S3Server
 from sweep_runs import ONE, Study
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import EXIT_FILES
 from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError
 from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.process.exit_codes import EXIT_FILES
 from roxxel_dist.sweep.driver import bucket, start
 from roxxel_dist.sweep.study.journal import replay
 from roxxel_dist.sweep.study.stored_journal import JournalWriter, read_journal

@@ -11,7 +11,7 @@ from roxxel_dist.sweep.trial import corpus
 HOLDER = """
 import sys
 from pathlib import Path
-from roxxel_dist.cluster.file_lock import take_lock
+from roxxel_dist.process.file_lock import take_lock
 assert take_lock(Path(sys.argv[1])) is not None
 print("held", flush=True)
 sys.stdin.read()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.cluster.durable import FormatError
+from roxxel_dist.process.durable import FormatError
 from roxxel_dist.sweep.study.journal import History, Journal, read_history
 
 STUDY = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.report.text import as_json, table, varied
 from roxxel_dist.sweep.samplers import make
 from roxxel_dist.sweep.space.distributions import distribution

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.samplers.law import Law, propose
 from roxxel_dist.sweep.space.mixture import mixture_space
 

@@ -10,7 +10,7 @@ import yaml
 from made_mixtures import NAMES, PHASES, losses, made_mixtures
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.report.confirmation import Confirmation, Confirmed, confirmation
 from roxxel_dist.sweep.report.mixture import LawOfStudy, expected, mixtures_of

@@ -2,7 +2,7 @@ import pytest
 from trials import program, task
 
 from roxxel_dist import Config
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.driver import run, sweep_run
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.trial import trial

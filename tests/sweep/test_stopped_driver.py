@@ -8,10 +8,10 @@ import psutil
 import pytest
 from killed_drivers import ended, until
 
-from roxxel_dist.cluster import awake_clock, file_lock
-from roxxel_dist.cluster.awake_clock import AwakeClock
+from roxxel_dist.process import awake_clock, file_lock
+from roxxel_dist.process.awake_clock import AwakeClock
 
-TIMES = {"cluster.awake_clock.GAP_S": 0.5, "sweep.executors.ray_executor.LOST_S": 2.0}
+TIMES = {"process.awake_clock.GAP_S": 0.5, "sweep.executors.ray_executor.LOST_S": 2.0}
 TIMES |= {"sweep.executors.ray_executor.ASK_S": 0.2}
 STOPS, STOP_S = 2, 2.5
 

@@ -16,8 +16,8 @@ from commands import gone, make_corpus, rows, wait_for
 from trials import BASE, program, split, task
 
 from roxxel_dist.checkpoint.metadata import read_cursor
-from roxxel_dist.cluster.file_lock import take_lock
 from roxxel_dist.place.directory import is_held
+from roxxel_dist.process.file_lock import take_lock
 from roxxel_dist.sweep.trial import process as process_module
 from roxxel_dist.sweep.trial import trial as trial_module
 from roxxel_dist.sweep.trial.process import TrialProcess, environment

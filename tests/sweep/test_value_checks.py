@@ -9,7 +9,7 @@ import yaml
 from reader import ROOT
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep import make, replay
 from roxxel_dist.sweep.space.distributions import distribution
 

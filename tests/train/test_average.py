@@ -8,8 +8,8 @@ from flax import nnx
 from runs import losses, make, model, poisoned, stop_after, train
 
 from roxxel_dist import Checkpointer, Phase
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.average import Averaged, update_average
 

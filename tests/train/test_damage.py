@@ -22,7 +22,7 @@ from roxxel_dist import Checkpointer, Phase
 from roxxel_dist.checkpoint.digests import DigestTable, digest
 from roxxel_dist.checkpoint.metadata import CheckpointRef, ResumeSpec
 from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
-from roxxel_dist.cluster.durable import FormatError
+from roxxel_dist.process.durable import FormatError
 
 SEEDS = 15
 LAST = 13

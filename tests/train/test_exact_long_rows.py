@@ -17,11 +17,11 @@ from flax import nnx
 from jax.sharding import AxisType
 from models import transformer
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.exact.layout import check_virtual_shards
 from roxxel_dist.train.step.optimizer import as_optimizer
 

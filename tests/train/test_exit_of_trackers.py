@@ -11,7 +11,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from roxxel_dist import __main__ as program
 from roxxel_dist import cli
-from roxxel_dist.cluster import exit_guard
+from roxxel_dist.process import exit_guard
 from roxxel_dist.train.log import wandb as module
 from roxxel_dist.train.log.base import LogQueue
 exit_guard.EXIT_S = 2.0

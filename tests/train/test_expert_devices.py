@@ -9,12 +9,12 @@ from runs import losses as of_run
 from states import init_state
 
 from roxxel_dist import Config, Experiment, Roxxel
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.model.loss import token_losses
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.exact.layout import check_shapes
 from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
 from roxxel_dist.train.step.step import EMA, SPIKE_FACTOR, make_step

@@ -15,8 +15,8 @@ from roxxel_dist import Config, Phase, Roxxel
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cli import main
 from roxxel_dist.cluster import determinism
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.record import check_same_run
 from roxxel_dist.settings.training import TRIAL
 

@@ -53,7 +53,7 @@ def test_the_readme_lists_the_files_that_a_step_crosses(corpus, tmp_path, monkey
     )  # fmt: skip
     calls = crossed(made.run)
     made.close()
-    steps = [i for i, call in enumerate(calls) if call == ("enter", "cluster/progress.py")]
+    steps = [i for i, call in enumerate(calls) if call == ("enter", "process/progress.py")]
     # Steps 3 to 19: nothing is due after them, nor after the one before, whose row would be logged in them.
     called = {file for _, file in calls[steps[2] : steps[19]]}
     assert called | {"train/loop.py"} == listed("On the host, every step")  # whose one function calls the others

@@ -10,7 +10,7 @@ from flax import nnx
 from runs import losses, make, module, told, train
 
 from roxxel_dist import Phase
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 STEPS = 6
 PHASES = [Phase(STEPS, 8, 17)]

@@ -13,7 +13,7 @@ from corpora import write_corpus
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.effect import without_effect
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.step.optimizer import NamedOptimizer

@@ -11,8 +11,8 @@ from runs import make, saved, train
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.place.directory import RunDirectory, RunResult, why_no_run
+from roxxel_dist.process.exit_codes import UserError
 
 TINY = {
     "dim": 16, "num_blocks": 1, "head_size": 8, "kv_heads": 1, "max_context": 16, "batch_size": 2, "max_steps": 1,

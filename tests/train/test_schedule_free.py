@@ -11,7 +11,7 @@ import pytest
 from corpora import write_corpus
 
 from roxxel_dist import Config, Experiment
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate
 from roxxel_dist.run.evaluate import evaluate
 from roxxel_dist.settings.training import OptimizerConfig

@@ -14,7 +14,7 @@ from commands import environment, wait_for
 from runs import make, train
 
 from roxxel_dist import Phase
-from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.process.progress import Progress
 from roxxel_dist.train.log.timeline import SPENT, Timeline, TimeSpent, read_timeline, time_spent
 
 

@@ -8,9 +8,9 @@ from runs import PHASES, losses, make, model, rows, saved, stop_after, told, tra
 
 from roxxel_dist import Curriculum, Phase, Roxxel
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train.evaluator import HELD_OUT, TRAIN, summarize
 from roxxel_dist.train.step import compile as programs
 from roxxel_dist.train.step.digest_chain import absorb
+from roxxel_dist.train.validation.evaluator import HELD_OUT, TRAIN, summarize
 
 STILL = optax.sgd(0.0)
 """Learns nothing, so that no validation is better than the first."""

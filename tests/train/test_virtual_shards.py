@@ -15,9 +15,9 @@ from flax import nnx
 from models import transformer
 
 from roxxel_dist import Config, Experiment, Roxxel
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.exact.gradient import check_statistics
 from roxxel_dist.train.exact.layout import check_virtual_shards

@@ -11,9 +11,9 @@ from flax import nnx
 from runs import module
 from states import init_state
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.data.packing import Packed
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
 from roxxel_dist.train.step.step import fetch, make_step, unpack_loss

@@ -19,8 +19,8 @@ from made_study import made_study
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control.record import JobRecord, RankProcess, Restart, this_process
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.view.items import Item, items_of
 from roxxel_dist.view.job import JobReader
 from roxxel_dist.view.metrics import exposition

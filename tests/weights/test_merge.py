@@ -16,7 +16,7 @@ from corpora import write_corpus
 from roxxel_dist import Config, Experiment
 from roxxel_dist.checkpoint.metadata import CheckpointRange
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.evaluate import evaluate
 from roxxel_dist.weights.load import weights_of
 from roxxel_dist.weights.merge import mean, merge_run, shares_of

@@ -12,7 +12,6 @@ from layers import (
     FRONT,
     IN_A_RANK,
     INNER,
-    LAUNCHER_NEEDS,
     OF_TRAIN,
     ON_A_HOST,
     PACKAGE,
@@ -104,17 +103,26 @@ def test_there_is_no_circle():
         named(path): {module for _, module in imported(path) if (named(path), module) not in EXCEPTIONS} - {named(path)}
         for path in FILES
     }
-    assert graph["roxxel_dist.cli.launch"] > {"roxxel_dist.cli.arguments", "roxxel_dist.launcher.backends"}
+    assert graph["roxxel_dist.cli.launch"] > {"roxxel_dist.cli.words.arguments", "roxxel_dist.launcher.backends"}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"a circle: {' <- '.join(error.args[1])}") from None
 
 
+def test_what_a_process_needs_of_the_system_is_of_the_standard_library():
+    for path in sorted((PACKAGE / "process").glob("*.py")):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        strange = {name for name in modules if name.partition(".")[0] not in {*sys.stdlib_module_names, "roxxel_dist"}}
+        assert not strange, f"{path}: {strange}"
+
+
 def test_the_launcher_could_be_a_package_of_its_own():
     for path in sorted((PACKAGE / "launcher").rglob("*.py")):
         for line, module in imported(path):
-            fine = module.startswith("roxxel_dist.launcher") or module in LAUNCHER_NEEDS
+            fine = module.startswith(("roxxel_dist.launcher", "roxxel_dist.process"))
             assert fine or (named(path), module) in {IN_A_RANK, ON_A_HOST, *OF_TRAIN}, f"{path}:{line}: {module}"
 
 
@@ -126,7 +134,7 @@ def test_the_policy_of_the_launcher_is_pure_functions():
         modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
         for name in modules:
-            own = name.startswith("roxxel_dist.launcher.policy") or name in LAUNCHER_NEEDS
+            own = name.startswith(("roxxel_dist.launcher.policy", "roxxel_dist.process"))
             assert own or name.partition(".")[0] in pure, f"{path}: {name}"
         assert not {node.id for node in nodes if isinstance(node, ast.Name)} & {"print", "open", "input"}, path
 

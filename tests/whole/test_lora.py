@@ -15,10 +15,10 @@ from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointRef, read_cursor
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.lora import merge_adapters
 from roxxel_dist.model.split import split_module
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run import components as assemble
 from roxxel_dist.run.metadata import saved_config
 from roxxel_dist.run.record import check_resumable

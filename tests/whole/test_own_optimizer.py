@@ -13,7 +13,7 @@ import pytest
 from reader import ROOT
 
 from roxxel_dist import Config, Experiment
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate
 from roxxel_dist.settings.effect import without_effect
 from roxxel_dist.sweep.trial.trial import config_of

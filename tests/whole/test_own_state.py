@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from roxxel_dist import Checkpointer, Config, Curriculum, Experiment, Generator, Phase, Roxxel, Trainer
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.weights.export import export_run
 from roxxel_dist.weights.files import BEST, NEWEST, read_model, write_weights
 from roxxel_dist.weights.load import load_run

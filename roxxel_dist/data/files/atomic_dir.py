@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import holder, is_held, is_lock_of, take_lock
-from roxxel_dist.cluster.folder_lock import LOCK, hold_folder, is_held_here
+from roxxel_dist.process import interrupt
+from roxxel_dist.process.durable import make_folder, sync_folder, write_file
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.file_lock import holder, is_held, is_lock_of, take_lock
+from roxxel_dist.process.folder_lock import LOCK, hold_folder, is_held_here
 
 COMMIT = "commit.json"
 SUFFIX, LOCK_SUFFIX = ".writing", ".lock"

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
 from roxxel_dist.data.files.atomic_dir import finish_interrupted
 from roxxel_dist.objects.url import ObjectUrl, is_url
+from roxxel_dist.process.exit_codes import MissingFileError, UserError
 
 DataPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 ENDING = ".rox"

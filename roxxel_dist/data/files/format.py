@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 MAGIC = b"ROXXEL03"
 HEADER_BYTES = 4096

@@ -1,7 +1,7 @@
 """The largest numbers that settings of data may have: with larger ones native code would end the process, out of memory
 or threads."""
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
 
 MOST_WORKERS = 1024

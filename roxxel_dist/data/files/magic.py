@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 HEAD_BYTES = 4096
 UNPACK = "unpack it first, and name the file that comes out"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.format import REPLACE
+from roxxel_dist.process.exit_codes import UserError
 
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value

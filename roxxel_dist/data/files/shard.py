@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import xxhash
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.format import (
     HEADER_BYTES,
     Metadata,
@@ -25,6 +24,7 @@ from roxxel_dist.data.files.format import (
 from roxxel_dist.data.files.limits import LARGEST_BLOCK, check_range
 from roxxel_dist.data.files.reader import map_files
 from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.process.exit_codes import UserError
 
 DEFAULT_BLOCK_SIZE = 4096
 WRITE_BYTES = 1 << 20

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.format import DTYPES
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
 
 

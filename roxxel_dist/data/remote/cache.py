@@ -25,8 +25,8 @@ from pathlib import Path
 
 import xxhash
 
-from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.exit_codes import UserError
 
 PART = ".part"
 CLAIM_S = 5.0

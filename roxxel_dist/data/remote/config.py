@@ -1,6 +1,6 @@
 """Settings to read data in an object store."""
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.component import component
 
 MOST_GB, MOST_SECONDS = 1e9, 1e7

@@ -18,12 +18,12 @@ import msgpack
 import numpy as np
 import xxhash
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.format import FOOTER, HEADER_BYTES, ShardLayout, checksum, npy_header, parse_end
 from roxxel_dist.data.files.shard import check_ends
 from roxxel_dist.data.files.writer import BUILD_FILE
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 from roxxel_dist.objects.store import ObjectInfo, ObjectStore
+from roxxel_dist.process.exit_codes import UserError
 
 INDEX = "shards.index"
 MAGIC = b"ROXXELI1"

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from roxxel_dist.cluster.durable import cache_folder
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import DataPath, NoShardsError, names_objects
 from roxxel_dist.data.remote.cache import ChunkCache
 from roxxel_dist.data.remote.config import RemoteConfig
@@ -18,6 +16,8 @@ from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.process.durable import cache_folder
+from roxxel_dist.process.exit_codes import UserError
 
 MAGIC_CHARACTERS = re.compile(r"[*?\[]")
 

@@ -6,11 +6,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.format import HEADER_BYTES, ShardLayout
 from roxxel_dist.data.files.shard import DamagedData, Shard
 from roxxel_dist.data.remote.index import TABLE_NUMBERS, ShardEntry
 from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.process.exit_codes import UserError
 
 CHUNK_BYTES = 1 << 14
 """Bytes of a chunk of tokens, rounded down to whole blocks. The units of a plan are scattered, and 8 windows of 2,049

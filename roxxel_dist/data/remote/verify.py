@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import NoShardsError
 from roxxel_dist.data.files.format import HEADER_BYTES, ShardLayout, block_count, chain_of, checksum, npy_header
 from roxxel_dist.data.files.shard import check_ends, describe_damage
@@ -14,6 +13,7 @@ from roxxel_dist.data.remote.open import find_shards
 from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.progress import Progress
 
 PIECE_BYTES = 1 << 24

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_hosts
 from roxxel_dist.launcher.backends.kubernetes.node import VARIABLES, flags_from_environment
 from roxxel_dist.launcher.backends.ssh import BOOTING, REFUSAL
@@ -24,6 +23,7 @@ from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words, shell_text
 from roxxel_dist.launcher.transport.near_end import start_near
 from roxxel_dist.launcher.transport.words import causes
+from roxxel_dist.process.exit_codes import UserError
 
 PLACE, TEXT = "{host}", "{command}"
 NOT_WORDS = "its words came through a shell"

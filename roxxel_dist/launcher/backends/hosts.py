@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control.host_list import first_list, hosts_in
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.environment import lines_of
 from roxxel_dist.launcher.job.placement import ranks_on
 from roxxel_dist.launcher.job.spec import HostOptions, MemberOptions
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.process.exit_codes import UserError
 
 HOST = re.compile(r"[A-Za-z0-9_.@:\[\]%][A-Za-z0-9_.@:\[\]%-]*")
 NAME = re.compile(rf"{HOST.pattern}(/{HOST.pattern})*")

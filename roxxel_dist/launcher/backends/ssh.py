@@ -11,12 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_hosts
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words, shell_text
 from roxxel_dist.launcher.transport.near_end import start_near
 from roxxel_dist.launcher.transport.words import causes
+from roxxel_dist.process.exit_codes import UserError
 
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question

@@ -9,9 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES
-from roxxel_dist.cluster.progress import Record
-from roxxel_dist.cluster.stop_requests import AGAIN, in_batch_job, kills
 from roxxel_dist.launcher.control.members import MemberHangs
 from roxxel_dist.launcher.control.record import RankProcess
 from roxxel_dist.launcher.control.recorder import JobRecorder
@@ -33,6 +30,9 @@ from roxxel_dist.launcher.policy.outcome import (
     is_drain,
 )
 from roxxel_dist.launcher.transport.pool import HostConnection, HostPool
+from roxxel_dist.process.exit_codes import EXIT_USAGE, OK_CODES
+from roxxel_dist.process.progress import Record
+from roxxel_dist.process.stop_requests import AGAIN, in_batch_job, kills
 
 AFTER_DUMP_S = 0.1
 STACK = "most recent call first"

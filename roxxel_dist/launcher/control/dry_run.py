@@ -4,13 +4,13 @@ import os
 import shlex
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import MEMORY_ENV, PIPE_ENV
-from roxxel_dist.cluster.progress import ENV
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.environment import masked, masked_words, shell_line
 from roxxel_dist.launcher.job.placement import coordinator_port, placements, worker_argv, working_hosts
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import agent_words
+from roxxel_dist.process.exit_codes import MEMORY_ENV, PIPE_ENV
+from roxxel_dist.process.progress import ENV
 
 
 def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.host.command import Command
+from roxxel_dist.process.exit_codes import UserError
 
 COMMAND_S = 30.0
 """Seconds that a command has for its list."""

@@ -6,7 +6,6 @@ import time
 from contextlib import suppress
 from typing import Self
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control import member_requests
 from roxxel_dist.launcher.control.host_list import HostList
 from roxxel_dist.launcher.control.member_requests import Request
@@ -15,6 +14,7 @@ from roxxel_dist.launcher.fleet.driver import Driver
 from roxxel_dist.launcher.fleet.state import NUMBERS
 from roxxel_dist.launcher.job.backend import Backend, HostSource
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.process.exit_codes import UserError
 
 FILE_S, COMMAND_S = 1.0, 5.0
 """Between two looks at a list: a file, a command."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from roxxel_dist.cluster.mailbox import Mailbox
+from roxxel_dist.process.mailbox import Mailbox
 
 
 @dataclass(frozen=True, kw_only=True)

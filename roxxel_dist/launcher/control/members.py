@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.hang import Hang
+from roxxel_dist.process.durable import write_file
 
 FOUND = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)\.json")
 """The names of their files say what is compared: each of many launchers lists a folder, and reads one file at most."""

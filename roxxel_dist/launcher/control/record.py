@@ -14,10 +14,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.file_lock import is_held, process_record
-from roxxel_dist.cluster.process_stat import STARTED, STATE, stat
 from roxxel_dist.launcher.job.spec import RUN_ID
+from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.file_lock import is_held, process_record
+from roxxel_dist.process.process_stat import STARTED, STATE, stat
 
 State = Literal["queued", "starting", "running", "restarting", "stopping", "ended", "lost"]
 """`queued`: a batch system has the job, and has not started it. `lost`: the controller was killed; it is what a reader

@@ -9,9 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import release_lock, take_lock
 from roxxel_dist.launcher.control.index import enter, forget_old
 from roxxel_dist.launcher.control.record import (
     KEPT_RESTARTS,
@@ -28,6 +25,9 @@ from roxxel_dist.launcher.job.claims import state_dir
 from roxxel_dist.launcher.job.environment import masked_words
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.file_lock import release_lock, take_lock
 
 WRITE_S = 1.0
 

@@ -3,14 +3,6 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import (
-    EXIT_DRAINED,
-    EXIT_HANG,
-    EXIT_PREFLIGHT,
-    EXIT_TIMEOUT_TEXT,
-    EXIT_USAGE,
-    OK_CODES,
-)
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import LIBRARY_LOG, NOISE_PREFIXES
 from roxxel_dist.launcher.output.logs import Logs
@@ -25,6 +17,14 @@ from roxxel_dist.launcher.policy.outcome import (
     is_cut_off,
 )
 from roxxel_dist.launcher.transport.words import shortened
+from roxxel_dist.process.exit_codes import (
+    EXIT_DRAINED,
+    EXIT_HANG,
+    EXIT_PREFLIGHT,
+    EXIT_TIMEOUT_TEXT,
+    EXIT_USAGE,
+    OK_CODES,
+)
 
 STACK_LINES = 60
 MOST_STACKS = 3

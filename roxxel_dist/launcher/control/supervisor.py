@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, OK_CODES
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.inbox import Inbox
 from roxxel_dist.launcher.control.members import MemberHangs
@@ -28,6 +27,7 @@ from roxxel_dist.launcher.policy.outcome import AttemptResult
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, Decision, summary
 from roxxel_dist.launcher.preflight import failed_hosts
 from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, OK_CODES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_NOT_STARTED, EXIT_PREFLIGHT, EXIT_RUNTIME
-from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.state import Fleet, State
 from roxxel_dist.launcher.fleet.step import DEPART_S, SWAP_S, fleet_of, step
@@ -22,6 +20,8 @@ from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExi
 from roxxel_dist.launcher.policy.restart import REPEAT_S, Decision, summary
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
+from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_NOT_STARTED, EXIT_PREFLIGHT, EXIT_RUNTIME
+from roxxel_dist.process.progress import Record
 
 ASK_S, AWAY_S = 1.0, 10.0
 """An answer of all hosts, and one that some do not give."""

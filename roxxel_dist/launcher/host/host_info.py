@@ -15,10 +15,10 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.file_lock import boot_id
-from roxxel_dist.cluster.platforms import why_no_devices
 from roxxel_dist.launcher.host.installed import versions
 from roxxel_dist.launcher.job.program import host_checks
+from roxxel_dist.process.file_lock import boot_id
+from roxxel_dist.process.platforms import why_no_devices
 
 LOCK = Path("/tmp/libtpu_lockfile")
 IS_FILE = "is a file"

@@ -10,7 +10,7 @@ worker of Ray, which has threads and cannot fork, starts its keepers as programs
 A process is signalled only while its number cannot be reused: a child that was not reaped, or by pidfd.
 
 As a program, `process_tree.py CHILD LIMIT KILL NONCE FOLDER…`, this file is the guard, and `process_tree.py keep LINGER
-KILL CMD…` a keeper. Of the package it imports `cluster/process_stat.py` alone, at its start: it must start within
+KILL CMD…` a keeper. Of the package it imports `process/process_stat.py` alone, at its start: it must start within
 milliseconds, without site-packages. Decision 21.
 """
 
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NoReturn
 if __name__ == "__main__":  # last: a folder of other packages must not stand in for the standard library
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__)))))
 
-from roxxel_dist.cluster.process_stat import GROUP, PARENT, SESSION, STARTED, processes, stat
+from roxxel_dist.process.process_stat import GROUP, PARENT, SESSION, STARTED, processes, stat
 
 if TYPE_CHECKING:
     import subprocess

@@ -19,7 +19,7 @@ import json
 import os
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 Message = dict[str, Any]
 NONCE = "nonce"

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from roxxel_dist.cluster.progress import agent_pipe
+from roxxel_dist.process.progress import agent_pipe
 
 PACKAGE = os.path.join(Path(__file__).parents[2], "")
 INSTALLED = ("/site-packages/", "/dist-packages/")

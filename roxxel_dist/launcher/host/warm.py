@@ -16,10 +16,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import AT_ONCE, SPARE_ENV
-from roxxel_dist.cluster.progress import agent_pipe
 from roxxel_dist.launcher.host.installed import versions
 from roxxel_dist.launcher.host.sources import recorder
+from roxxel_dist.process.exit_codes import AT_ONCE, SPARE_ENV
+from roxxel_dist.process.progress import agent_pipe
 
 NAME = "roxxel-spare"
 """What `ps` calls it while it waits."""

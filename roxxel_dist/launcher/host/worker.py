@@ -19,7 +19,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
-from roxxel_dist.cluster.exit_codes import (
+from roxxel_dist.launcher.host.garbage import collect_seldom
+from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure, is_tpu_in_use
+from roxxel_dist.launcher.host.sources import recorder
+from roxxel_dist.launcher.job.program import program_of
+from roxxel_dist.launcher.output.console import info
+from roxxel_dist.process.exit_codes import (
     EXIT_FAILED,
     EXIT_FILES,
     EXIT_HANG,
@@ -34,12 +39,7 @@ from roxxel_dist.cluster.exit_codes import (
     FileSystemError,
     LostRankError,
 )
-from roxxel_dist.cluster.progress import Progress, agent_pipe, own_record, say_exit
-from roxxel_dist.launcher.host.garbage import collect_seldom
-from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure, is_tpu_in_use
-from roxxel_dist.launcher.host.sources import recorder
-from roxxel_dist.launcher.job.program import program_of
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.process.progress import Progress, agent_pipe, own_record, say_exit
 
 SUBCOMMANDS = frozenset(
     """data batch train find-lr generate eval launch sweep report plan doctor save export verify audit compare

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import IO, ClassVar, Protocol
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.job.spec import JobOptions, JobSpec
+from roxxel_dist.process.exit_codes import UserError
 
 
 class RemoteProcess(Protocol):

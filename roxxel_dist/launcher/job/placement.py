@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from roxxel_dist.cluster.exit_codes import EXIT_SLACK_S, EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV, UserError
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.process.exit_codes import EXIT_SLACK_S, EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV, UserError
 
 GPU = re.compile(r"\d+|(GPU|MIG)-\S+")
 """A device in CUDA_VISIBLE_DEVICES: its number, or its UUID."""

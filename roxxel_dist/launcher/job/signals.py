@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Self
 
-from roxxel_dist.cluster.exit_codes import SCHEDULER_SIGNALS
+from roxxel_dist.process.exit_codes import SCHEDULER_SIGNALS
 
 SUSPENSION = (signal.SIGTSTP, signal.SIGCONT)
 

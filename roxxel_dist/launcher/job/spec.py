@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from roxxel_dist.cluster.device_counts import DeviceNeeds
-from roxxel_dist.cluster.exit_codes import (
+from roxxel_dist.launcher.job.claims import claim
+from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.program import Program, program_of
+from roxxel_dist.process.device_counts import DeviceNeeds
+from roxxel_dist.process.exit_codes import (
     EXIT_TIMEOUT_ENV,
     MEMORY_ENV,
     PIPE_ENV,
@@ -19,10 +22,7 @@ from roxxel_dist.cluster.exit_codes import (
     STATUS_ENV,
     UserError,
 )
-from roxxel_dist.cluster.platforms import VARIABLES
-from roxxel_dist.launcher.job.claims import claim
-from roxxel_dist.launcher.job.limits import Limits
-from roxxel_dist.launcher.job.program import Program, program_of
+from roxxel_dist.process.platforms import VARIABLES
 
 CONTRACT = (
     "ROXXEL_COORDINATOR", "ROXXEL_NUM_PROCESSES", "ROXXEL_PROCESS_ID", "ROXXEL_LOCAL_DEVICES", "ROXXEL_ATTEMPT",

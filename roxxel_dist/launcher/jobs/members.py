@@ -3,11 +3,11 @@
 import time
 from collections.abc import Sequence
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control import member_requests
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.jobs.stop import REPORT_S, progress
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.process.exit_codes import UserError
 
 LOOK_S = 0.1
 ANSWER_S = 120.0

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control.record import JobRecord, write
+from roxxel_dist.process.exit_codes import UserError
 
 ASK_S = 10.0
 """How long one answer of SLURM may take, and how often a command that follows a job asks."""

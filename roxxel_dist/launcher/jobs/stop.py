@@ -5,10 +5,10 @@ import select
 import signal
 import time
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control.record import JobRecord, is_alive
 from roxxel_dist.launcher.job.claims import claim
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.process.exit_codes import UserError
 
 REPORT_S = 5.0
 """How often a message says that a job still runs."""

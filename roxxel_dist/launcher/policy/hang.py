@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from roxxel_dist.cluster.progress import Record
+from roxxel_dist.process.progress import Record
 
 LIMITS_S: Mapping[str, float] = {
     "start": 1800,

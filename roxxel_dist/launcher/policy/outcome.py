@@ -5,7 +5,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roxxel_dist.cluster.exit_codes import (
+from roxxel_dist.launcher.policy.hang import Hang
+from roxxel_dist.process.exit_codes import (
     EXIT_DRAINED,
     EXIT_HANG,
     EXIT_PREFLIGHT,
@@ -14,7 +15,6 @@ from roxxel_dist.cluster.exit_codes import (
     OK_CODES,
     SCHEDULER_SIGNALS,
 )
-from roxxel_dist.launcher.policy.hang import Hang
 
 IN_SHUTDOWN = re.compile(r'distributed\.py", line \d+ in shutdown')
 """A frame of a stack in which jax waits for the other ranks."""

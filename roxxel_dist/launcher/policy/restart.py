@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from roxxel_dist.cluster.exit_codes import (
+from roxxel_dist.launcher.policy.outcome import AttemptResult, as_code, exit_code, first_failure, is_cut_off
+from roxxel_dist.process.exit_codes import (
     EXIT_DRAINED,
     EXIT_FILES,
     EXIT_LOST_RANK,
@@ -19,7 +20,6 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_USAGE,
     SCHEDULER_SIGNALS,
 )
-from roxxel_dist.launcher.policy.outcome import AttemptResult, as_code, exit_code, first_failure, is_cut_off
 
 EXIT_GIVEN_UP = 75
 """Restarts were made, and came to nothing."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from glob import glob
 from typing import Any, Protocol
 
-from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.spec import DeviceCheckMode, JobSpec
 from roxxel_dist.launcher.preflight.checks import CheckResult, named
+from roxxel_dist.process.extras import pip_install
 
 FACTOR, FACTOR_OF_CPU = 1.5, 4.0
 """Slower than the median of the others by this factor is slow. CPUs have other programs beside the check."""

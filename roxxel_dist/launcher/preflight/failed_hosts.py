@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.claims import state_dir
+from roxxel_dist.process.durable import write_file
 
 KEPT_S = 24 * 3600.0
 ALL = "all"

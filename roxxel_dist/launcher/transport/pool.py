@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
-from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Decoder, Message, Outbox
 from roxxel_dist.launcher.job.backend import Backend, RemoteProcess
 from roxxel_dist.launcher.job.limits import Limits
@@ -33,6 +32,7 @@ from roxxel_dist.launcher.transport.words import (
     question_in,
     shortened,
 )
+from roxxel_dist.process.exit_codes import EXIT_PREFLIGHT, UserError
 
 CHUNK = 1 << 20
 STDERR_LINES = 100
@@ -46,7 +46,7 @@ EXIT_LOST = 137
 def agent_words(backend: Backend, limits: Limits) -> tuple[str, ...]:
     """The module of the agent and its arguments, for `Backend.start`."""
     timeout = (f"{limits.silent_s:g}",) if backend.is_remote else ()
-    return ("roxxel_dist.launcher.host.agent", *timeout)
+    return ("roxxel_dist.launcher.agent.agent", *timeout)
 
 
 def _ranks_of(job: JobSpec, place: Placement) -> Message:

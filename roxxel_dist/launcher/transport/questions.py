@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from roxxel_dist.cluster.process_stat import SESSION, processes
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import PROGRAM_FIX, Backend
 from roxxel_dist.launcher.policy.outcome import how
 from roxxel_dist.launcher.transport.near_end import NearEnd
 from roxxel_dist.launcher.transport.pool import PROBE_END_S, HostConnection, HostPool
 from roxxel_dist.launcher.transport.words import DENIED, KEY_COMMAND, PLUGIN, shortened
+from roxxel_dist.process.process_stat import SESSION, processes
 
 FIRST_ROOM, AT_ONCE = 32, 512
 """So many hosts are connected to at the same time at first, one more for each that answers until one is refused (a

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import device_type, row_shards, token_shards
 from roxxel_dist.model.attention.cudnn import blocks_of, cudnn_attention
 from roxxel_dist.model.attention.cut_rows import cut_attention
@@ -33,6 +32,7 @@ from roxxel_dist.model.attention.kernels import (
 )
 from roxxel_dist.model.attention.kv_cache import AttentionMetadata
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
+from roxxel_dist.process.exit_codes import UserError
 
 MOST_PADDING = 33 / 32
 """Times the tokens of a row that all layers may compute for the kernel of attention."""

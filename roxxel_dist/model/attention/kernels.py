@@ -19,12 +19,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.determinism import is_deterministic
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import TENSOR, device_type, row_axes
 from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.devices.program_cost import MEAN_TRIPS
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.layers import soft_cap
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
 
 Kernel = Literal["xla", "cudnn", "splash"]

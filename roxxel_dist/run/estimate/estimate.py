@@ -16,11 +16,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.checkpoint.metadata import CheckpointMetadata
-from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
 from roxxel_dist.cluster.distributed import make_devices
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
 from roxxel_dist.cluster.xla_flags import SAVE_MEMORY, UNOPTIMIZED
 from roxxel_dist.curriculum.phases import Curriculum
@@ -34,6 +31,9 @@ from roxxel_dist.model.attention.kernels import score_bytes
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.place.directory import CONFIG, no_run
+from roxxel_dist.process import interrupt
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.extras import pip_install
 from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents, build_components, open_corpus, temporary_folder
 from roxxel_dist.run.estimate.step_memory import ExactMemory, StepMemory, memory_analysis
@@ -44,7 +44,6 @@ from roxxel_dist.run.metadata import data_of, saved_config
 from roxxel_dist.run.record import check_resumable, kernel_begun_with
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.step.batch_layout import BatchLayout, batch_layout, cut_rows_text
@@ -56,7 +55,8 @@ from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.step import micro_batches
 from roxxel_dist.train.step.throughput import device_bytes
 from roxxel_dist.train.steps import ShardedSteps, Steps
-from roxxel_dist.train.validation_rows import ValidationRows
+from roxxel_dist.train.validation.evaluator import Validation
+from roxxel_dist.train.validation.validation_rows import ValidationRows
 from roxxel_dist.utils.display import size
 from roxxel_dist.weights.base import check_weights, find_checkpoint, with_base
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.devices.targets import Target, parse_target
 from roxxel_dist.input.stream import Stream
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.estimate import EstimateRequest, for_target, open_components, spans
 from roxxel_dist.run.estimate.target_phases import COMPILED_AT_ONCE, rebuilt

@@ -12,9 +12,9 @@ from roxxel_dist.run.estimate.exact_cost import measure_exact, simulated_mesh
 from roxxel_dist.run.estimate.step_memory import StepMemory, memory_analysis
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, one_device_flops
 from roxxel_dist.settings.config import Config
-from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.step.throughput import device_bytes
 from roxxel_dist.train.steps import Steps
+from roxxel_dist.train.validation.evaluator import Validation
 from roxxel_dist.utils.display import size
 
 COMPILED_AT_ONCE = 2

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import print_line
 from roxxel_dist.devices.targets import Target, process_environment
+from roxxel_dist.process import interrupt
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.file_lock import print_line
 
 FIRST_WORD_S = 10.0
 """A compilation that takes longer is reported, and again each time it has taken twice as long."""

@@ -9,14 +9,14 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.lease import Lease, is_renewed
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.place.directory import DEFINITION, JOURNAL
+from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.file_lock import release_lock, wait_for_lock
 from roxxel_dist.sweep.executors.private_disk import studies_folder
 from roxxel_dist.sweep.study.confirm import EXPECTED, FOLDER
 from roxxel_dist.sweep.study.folder import BASE, EXTRAS, StudyDir

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import is_tokens
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, Config, flat_fields, takes_fractions
 from roxxel_dist.settings.effect import chosen, without_effect
 from roxxel_dist.settings.values import type_name

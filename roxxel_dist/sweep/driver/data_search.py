@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import numbers_in, phases_of
 from roxxel_dist.data.files.discovery import names_objects
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.data_extras import DataExtras
 from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import Sweep

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.space.sweep_file import Sweep
 

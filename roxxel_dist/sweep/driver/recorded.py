@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.driver.decisions import Decisions
 from roxxel_dist.sweep.samplers import make
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep, as_sweep

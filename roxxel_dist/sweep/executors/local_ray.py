@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, ray_variables
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.extras import pip_install
 
 PREFIX = "roxxel-ray-"
 HELD = "held"

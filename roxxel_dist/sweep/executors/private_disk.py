@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.durable import cache_folder
 from roxxel_dist.objects.errors import StoreError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.place.bucket_folder import BucketFolder
+from roxxel_dist.process.durable import cache_folder
 from roxxel_dist.sweep.trial.task import TrialTask
 from roxxel_dist.sweep.trial.trial import Event, config_file, run
 from roxxel_dist.sweep.wandb_bridge.server import agent_trial

@@ -18,10 +18,10 @@ from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any, Literal
 
-from roxxel_dist.cluster.awake_clock import AwakeClock
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.ray.cluster import amounts, capacities
 from roxxel_dist.launcher.control.record import Process, is_alive, this_process
+from roxxel_dist.process.awake_clock import AwakeClock
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.trial.outcome import disk_full
 
 Item = dict[str, Any]

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.directory import CONFIG
+from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import RECORD, SECTIONS, Config, load_yaml
 from roxxel_dist.sweep.space.values import as_text, to_json
 from roxxel_dist.sweep.study.folder import LEFT_OUT, Study, flat, short

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.samplers.base import AskTell, Curve, SpaceExhausted
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep, as_sweep
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Params, Space, Sweep
 from roxxel_dist.sweep.space.values import as_text, shown
 

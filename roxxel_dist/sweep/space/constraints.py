@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from simpleeval import DEFAULT_OPERATORS, EvalWithCompoundTypes, InvalidExpression, NameNotDefined
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.values import kept
 
 LONGEST, MOST = 2000, 200

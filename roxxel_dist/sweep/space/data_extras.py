@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.values import with_numbers
 from roxxel_dist.sweep.space.distributions import distribution, is_number
 from roxxel_dist.sweep.space.space import Parameter

@@ -14,8 +14,8 @@ from itertools import product
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import LEAST_SHARE
+from roxxel_dist.process.exit_codes import UserError
 
 DIGITS = 6
 """Decimals of a share: what a trial trains on is what its tables say."""

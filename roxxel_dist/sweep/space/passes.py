@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.mixture import cumulative_weights, quota
 from roxxel_dist.curriculum.phases import Phase, phases_of
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.units import APART, Ranges, rows_in_a_pass
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.constraints import InfeasibleError
 from roxxel_dist.sweep.space.data_extras import END, SHARE, DataExtras, MixtureSpec
 from roxxel_dist.sweep.space.mixture import MixtureSpace, rounded

@@ -5,7 +5,7 @@ from itertools import pairwise
 from math import floor
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.constraints import InfeasibleError
 from roxxel_dist.sweep.space.data_extras import END, SHARE
 from roxxel_dist.sweep.space.distributions import is_number

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 FLOAT = "$float"
 """The only key of what JSON has instead of a float that it has no form for: {"$float": "inf"}, "-inf" or "nan"."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 
 SIDE, SEED = "side", "seed"
 """The parameters of such a study: the side is no field of a Config. Sorted, the two trials of a seed are neighbours."""

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config, load_yaml
 from roxxel_dist.sweep.space.data_extras import SHARE
 from roxxel_dist.sweep.study.folder import Study, flat, read_study

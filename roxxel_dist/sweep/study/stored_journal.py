@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError, StoreTimeoutError
 from roxxel_dist.objects.lease import Lease, LeaseLostError
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.place.directory import JOURNAL
+from roxxel_dist.process.exit_codes import UserError
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore

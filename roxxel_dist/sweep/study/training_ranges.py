@@ -4,11 +4,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.units import Ranges
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.curriculum import open_data_sets
 
 

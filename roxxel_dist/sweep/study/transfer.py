@@ -3,8 +3,8 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.study.folder import Study
 

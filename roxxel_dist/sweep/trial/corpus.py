@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 from roxxel_dist.data.files.discovery import is_tokens
+from roxxel_dist.process.file_lock import release_lock, wait_for_lock
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.trial.outcome import last_words
 from roxxel_dist.sweep.trial.process import POLL_S, TrialProcess, environment

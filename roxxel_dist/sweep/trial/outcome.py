@@ -2,7 +2,8 @@
 
 import re
 
-from roxxel_dist.cluster.exit_codes import (
+from roxxel_dist.launcher.output.console import LIBRARY_LOG
+from roxxel_dist.process.exit_codes import (
     EXIT_DRAINED,
     EXIT_FILES,
     EXIT_HANG,
@@ -12,7 +13,6 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_PREFLIGHT,
     EXIT_RUNTIME,
 )
-from roxxel_dist.launcher.output.console import LIBRARY_LOG
 
 NAN = re.compile(r"went wrong: its (loss|gradient) is|\bBadStep\b|\bFloatingPointError\b")
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|\bMemoryError\b|[Oo]ut of memory|std::bad_alloc")

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.trial.process import environment, launch_command, prompt_reports
 from roxxel_dist.sweep.trial.rank import CONFIG_ENV, PARAMETERS_ENV, write_parameters
 from roxxel_dist.sweep.trial.tail import MARK, trial_token

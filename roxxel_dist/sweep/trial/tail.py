@@ -11,7 +11,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.distributions import is_finite, is_number
 from roxxel_dist.sweep.space.values import shown
 from roxxel_dist.sweep.trial.metrics import MetricsTail, Report

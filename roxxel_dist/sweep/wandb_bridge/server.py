@@ -17,8 +17,8 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from roxxel_dist.checkpoint.metadata import read_cursor
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import flat_fields
 from roxxel_dist.settings.training import SHARE_COMPILATION
 from roxxel_dist.sweep.samplers.base import Curve

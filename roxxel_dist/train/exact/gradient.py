@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.loss import END_NATS
 from roxxel_dist.model.split import Leaves, ModuleSplit
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.exact.packing import Packed, pack, wide
 from roxxel_dist.train.step.optimizer import Optimizer
 from roxxel_dist.train.step.step import (

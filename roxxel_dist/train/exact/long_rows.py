@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.block_update import BlockUpdate
+from roxxel_dist.train.exact.blocks.block_update import BlockUpdate
 from roxxel_dist.train.exact.gradient import ShardPrograms
 from roxxel_dist.train.exact.key_moves import ByShard, KeyMoves
 from roxxel_dist.train.exact.layout import Layout, copies

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
+from roxxel_dist.train.exact.blocks.selection import Selection
+from roxxel_dist.train.exact.blocks.slices import is_cut
 from roxxel_dist.train.exact.long_shapes import LongSums
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST
 from roxxel_dist.train.exact.reduction import Tree, subtrees
-from roxxel_dist.train.exact.selection import Selection
-from roxxel_dist.train.exact.slices import is_cut
 from roxxel_dist.train.exact.update import Totals
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.train.exact.blocks.ownership import Ownership, Shares
 from roxxel_dist.train.exact.layout import SHARDS, Layout
-from roxxel_dist.train.exact.ownership import Ownership, Shares
 from roxxel_dist.train.exact.packing import Packed, pieces, unpack
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 

@@ -7,16 +7,16 @@ from typing import Any
 import jax
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.block_compile import BlockCompiler
-from roxxel_dist.train.exact.block_programs import BlockPrograms, Join
-from roxxel_dist.train.exact.block_update import BlockUpdate
-from roxxel_dist.train.exact.blocks import Blocks, BlockSums
+from roxxel_dist.train.exact.blocks.block_compile import BlockCompiler
+from roxxel_dist.train.exact.blocks.block_programs import BlockPrograms, Join
+from roxxel_dist.train.exact.blocks.block_update import BlockUpdate
+from roxxel_dist.train.exact.blocks.blocks import Blocks, BlockSums
+from roxxel_dist.train.exact.blocks.ownership import Ownership, Shares
+from roxxel_dist.train.exact.blocks.selection import Selection
 from roxxel_dist.train.exact.gradient import ShardPrograms
 from roxxel_dist.train.exact.layout import Layout, shapes_of
-from roxxel_dist.train.exact.ownership import Ownership, Shares
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.reduction import Exchange
-from roxxel_dist.train.exact.selection import Selection
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.optimizer import for_model
 from roxxel_dist.train.step.state import TrainState

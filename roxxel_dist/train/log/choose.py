@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from roxxel_dist.cluster.distributed import is_primary, process_index
-from roxxel_dist.cluster.exit_codes import STATUS_ENV
+from roxxel_dist.process.exit_codes import STATUS_ENV
 from roxxel_dist.train.log.base import Tracker, TrackerSource
 from roxxel_dist.train.log.console import ConsoleTracker, TextTracker
 from roxxel_dist.train.log.csv_jsonl import CsvTracker, JsonlTracker

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.durable import put_back
-from roxxel_dist.cluster.exit_codes import STATUS_ENV, UserError
-from roxxel_dist.cluster.progress import agent_pipe
 from roxxel_dist.launcher.output.bar import Bar, clock
+from roxxel_dist.process.durable import put_back
+from roxxel_dist.process.exit_codes import STATUS_ENV, UserError
+from roxxel_dist.process.progress import agent_pipe
 
 LINE = {
     "vram_gb": "VRAM: {:.2f}GB",

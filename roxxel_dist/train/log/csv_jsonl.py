@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from roxxel_dist.cluster.durable import put_back, write_file
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.process.durable import put_back, write_file
+from roxxel_dist.process.exit_codes import UserError
 
 COLUMNS = (
     "step", "train_loss", "val_loss", "train_bal", "val_bal", "ms_per_step",

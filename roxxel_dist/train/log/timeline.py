@@ -17,8 +17,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.durable import put_back
-from roxxel_dist.cluster.progress import Progress, Record
+from roxxel_dist.process.durable import put_back
+from roxxel_dist.process.progress import Progress, Record
 
 NAME = "timeline.jsonl"
 FINISHED = "finished"

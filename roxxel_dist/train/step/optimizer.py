@@ -13,10 +13,10 @@ import optax
 from flax import nnx
 from jax.typing import ArrayLike
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.parametrization import Width
 from roxxel_dist.model.split import Matrix
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.step.average import Averaged, begin_average, inner_state, schedule_free_average
 from roxxel_dist.train.step.by_parameter import by_matrix, by_width, decayed, muon_part

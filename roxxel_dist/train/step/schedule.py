@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.process.exit_codes import UserError
 
 FINAL_FRACTION = 0.01
 """Of the peak: where cosine, linear and wsd end."""

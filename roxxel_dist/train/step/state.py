@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import fsdp_axis, parameter_sharding
 from roxxel_dist.cluster.xla_flags import SAVE_MEMORY
 from roxxel_dist.model.split import Leaves, ModuleSplit, TracedModule, split_module, trace_module
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.step.average import Averaged, inner_state
 from roxxel_dist.train.step.bad_steps import LossMonitorState
 from roxxel_dist.train.step.optimizer import InitialState

@@ -15,7 +15,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import fit_sharding, micro_batches
 from roxxel_dist.cluster.parameter_sharding import constrain_tokens, on_phase_mesh
 from roxxel_dist.cluster.step_parts import OPTIMIZER
@@ -23,6 +22,7 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.loss import END_NATS, minimized_losses, next_token_loss, token_losses
 from roxxel_dist.model.split import Leaves, ModuleSplit, cast
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_average, update_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from roxxel_dist.cluster.free_memory import free_bytes
 from roxxel_dist.devices.accelerators import peak_flops
+from roxxel_dist.process.free_memory import free_bytes
 
 ON_ACCELERATORS = 3
 """Steps that may wait: enough to keep the devices busy, few enough to stop soon."""

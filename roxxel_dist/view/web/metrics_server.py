@@ -9,8 +9,8 @@ from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.job import claims
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.view.items import Item, State, is_active, read
 from roxxel_dist.view.metrics import CONTENT_TYPE, exposition
 from roxxel_dist.view.run import SLICE_S

@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.process.durable import write_file
 
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = (

@@ -12,7 +12,7 @@ import jax
 
 from roxxel_dist.cli.train import train
 from roxxel_dist.cluster.distributed import process_index
-from roxxel_dist.cluster.exit_codes import attempt_number
+from roxxel_dist.process.exit_codes import attempt_number
 
 folder, words = Path(sys.argv[1]), sys.argv[2:]
 run = folder / "run"

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from commands import run, start, wait_for
 
-from roxxel_dist.cluster.save_requests import FOLDER
 from roxxel_dist.place.save import ask_for_checkpoint
+from roxxel_dist.process.save_requests import FOLDER
 
 LOOP = os.path.join(os.path.dirname(__file__), "save_loop.py")
 

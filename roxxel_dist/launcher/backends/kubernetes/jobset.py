@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.kubernetes import controller, member
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.environment import assignments, is_secret, masked_words, read_env_file
@@ -23,6 +22,7 @@ from roxxel_dist.launcher.job.flags import flag
 from roxxel_dist.launcher.job.placement import placements, ranks_on
 from roxxel_dist.launcher.job.program import log_dir_for, program_of
 from roxxel_dist.launcher.job.spec import HostOptions, JobOptions, JobSpec
+from roxxel_dist.process.exit_codes import UserError
 
 Plain = dict[str, Any]
 

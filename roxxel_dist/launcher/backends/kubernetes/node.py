@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.host.host_info import is_loopback, resolved
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.process.exit_codes import EXIT_PREFLIGHT, UserError
 
 VARIABLES: Mapping[str, tuple[str, ...]] = {
     "hosts": ("ROXXEL_HOSTS",),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGTERM
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, SCHEDULER_SIGNALS, UserError
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.supervisor import JobResult, supervise
@@ -18,6 +17,7 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.policy.restart import INFRASTRUCTURE, PREEMPTED, Decision
+from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, SCHEDULER_SIGNALS, UserError
 
 KILLED_IN_S = 120.0
 """How long SLURM may take to end a job that it will queue again."""

@@ -12,8 +12,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.process.exit_codes import UserError
 
 ASK_S, CANCEL_S = 30.0, 5.0
 """SLURM's time for an answer, and at the end of the job, which may be near its time limit."""

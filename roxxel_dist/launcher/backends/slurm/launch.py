@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.backends.slurm.allocation import (
     Allocation,
     binds_cpus,
@@ -29,6 +28,7 @@ from roxxel_dist.launcher.job.flags import split_flags
 from roxxel_dist.launcher.job.placement import ranks_on
 from roxxel_dist.launcher.job.spec import HostOptions
 from roxxel_dist.launcher.output.console import info, printable
+from roxxel_dist.process.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
 
 SLACK_S = 15
 """From the end of the ranks' grace to the time limit: for the kill of those that stay, and for the requeue."""

@@ -1,0 +1,1 @@
+"""The words of a command line: flags, their types, help and messages."""

@@ -1,0 +1,242 @@
+"""Compiles an update by blocks for the arrays and devices of a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.model.split import Leaves
+from roxxel_dist.train.exact.blocks.block_programs import BlockPrograms, with_update_norm
+from roxxel_dist.train.exact.blocks.block_update import (
+    Arrays,
+    BlockGroup,
+    BlockUpdate,
+    Group,
+    SquaresOfBlocks,
+    scalars_of,
+)
+from roxxel_dist.train.exact.blocks.blocks import Blocks
+from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, Ownership, across
+from roxxel_dist.train.exact.blocks.selection import Selection
+from roxxel_dist.train.exact.blocks.slices import Cut, Gather
+from roxxel_dist.train.exact.blocks.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
+from roxxel_dist.train.exact.layout import Layout, shapes_of
+from roxxel_dist.train.exact.packing import Packed
+from roxxel_dist.train.exact.piece_programs import Model
+from roxxel_dist.train.exact.reduction import Programs
+from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import Hparams
+
+
+@dataclass(frozen=True)
+class BlockCompiler:
+    """Makes a `BlockUpdate` for abstract arguments, with shardings."""
+
+    programs: BlockPrograms
+    ownership: Ownership
+    state: TrainState
+    hparams: Hparams
+    compile_one: Compile
+    for_each: CompileForEach
+
+    @property
+    def layout(self) -> Layout:
+        """Of the devices."""
+        return self.ownership.layout
+
+    @property
+    def blocks(self) -> Blocks:
+        """Of the parameters."""
+        return self.programs.sums.blocks
+
+    def compile_update(self, totals: Packed, counts: Leaves) -> BlockUpdate:
+        """For such totals, of which each device has its share."""
+        programs, layout, owner = self.programs, self.layout, self.ownership
+        names = [list(chunks) for chunks in programs.sums.chunks]
+        shares = {name: totals[name] for group in names for name in group}
+        rest = {name: leaf for name, leaf in totals.items() if name not in shares}
+        squares = jax.ShapeDtypeStruct((1, owner.count), np.float32) if shares else None
+        model = shapes_of(Model(self.state.params, self.state.rest, self.hparams))
+        args = rest, squares, model, *shapes_of((self.state.step, self.state.health)), counts
+        numbers, _, small, metrics = jax.eval_shape(programs.numbers, *args)
+        inputs = numbers, scalars_of(shapes_of(self.hparams))
+        chunks = [[shares[name] for name in group] for group in names]
+        blocks = self._block_group(chunks[0], inputs) if chunks[0] else None
+        large = [self._group(i, own, inputs) for i, own in enumerate(chunks) if i]
+        one = jax.ShapeDtypeStruct((1,), np.float32)
+        changes = [squares] * (blocks is not None) + [one] * (len(large) + 1)
+        return BlockUpdate(
+            layout=layout,
+            names=names,
+            squares=self._squares(shares, rest) if shares else None,
+            numbers=self.each(programs.numbers, *args),
+            blocks=blocks,
+            groups=[*large, self._small_group(small, inputs)],
+            cut_rest=Cut.compile_cut(layout, self.state.rest, self.for_each),
+            norm=self.for_each(jax.jit(with_update_norm), (metrics, changes), layout.devices[:1])[0],
+        )
+
+    def each(self, function: Any, *args: Any, donate: tuple[int, ...] = ()) -> Programs:
+        """A function of one device, on each of this process."""
+        return self.for_each(jax.jit(function, donate_argnums=donate), shapes_of(args), self.layout.devices)
+
+    def _flat(self, share: Any, blocks: int) -> Any:
+        """Of so many blocks, of the shape of a device's share."""
+        return jax.ShapeDtypeStruct((1, share.shape[1] // self.ownership.most * blocks), np.float32)
+
+    def _squares(self, shares: Packed, rest: Packed) -> SquaresOfBlocks:
+        owner, layout, programs = self.ownership, self.layout, self.programs
+        block = {name: self._flat(leaf, 1) for name, leaf in shares.items()}
+        weight, here = jax.eval_shape(programs.weight_of, rest), owner.of_here(owner.shares)
+        return SquaresOfBlocks(
+            names=list(programs.sums.chunks[0]),
+            apart=[
+                self._apart(shares, rest, len(own), device) for own, device in zip(here, layout.devices, strict=True)
+            ],
+            squares_of=self.each(programs.squares, block, weight),
+            gather=BlockNumbers.compile_numbers(
+                layout, owner.count, owner.shares, here, self.compile_one, self.for_each
+            ),
+        )
+
+    def _apart(self, shares: Packed, rest: Packed, count: int, device: Any) -> Any:
+        def open_shares(shares: Packed, rest: Packed) -> Any:
+            return in_blocks(shares, count, self.ownership.most), self.programs.weight_of(rest)
+
+        return self.for_each(jax.jit(open_shares), (shares, rest), [device])[0]
+
+    def _across(self, function: Any, chunks: Sequence[Any]) -> Sequence[Any]:
+        if (size := self.layout.line.size) == 1:
+            return ()
+        shapes = [(size, share.shape[1]) for share in chunks]
+        programs = {shape: across(self.layout, function, shape, self.compile_one) for shape in dict.fromkeys(shapes)}
+        return [programs[shape] for shape in shapes]
+
+    def _arrays(self, names: Sequence[str]) -> Arrays:
+        selection = Selection.of_names(self.state, names)
+        like = selection.apart(self.state)[0]
+        everywhere = NamedSharding(self.layout.mesh, P())  # the parameters are gathered for the gradient already
+        params = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+            for name, leaf in self.state.params.items()
+        }
+        gathered = selection.apart(self.state._replace(params=params))[0]
+        return Arrays(
+            selection=selection,
+            like=like,
+            gather=Gather.compile_gather(self.layout, gathered, self.compile_one),
+            cut=Cut.compile_cut(self.layout, like, self.for_each),
+        )
+
+    def _group(self, number: int, chunks: Sequence[Any], inputs: Any) -> Group:
+        """Of large parameters."""
+        arrays = self._arrays(self.blocks.groups[number])
+        selection, programs = arrays.selection, self.programs
+
+        def update_group(own: Any, common: Any, chunks: Any, numbers: Any, hparams: Hparams) -> Any:
+            return programs.update(selection, own, common, programs.sums.whole(number, chunks), numbers, hparams)
+
+        whole = [self._flat(share, self.ownership.count) for share in chunks]
+        args = *selection.apart(self.state), whole, *inputs
+        return Group(
+            arrays=arrays,
+            across=self._across(self.ownership.gather_all, chunks),
+            update=self.each(update_group, *args, donate=(0,)),
+        )
+
+    def _small_group(self, grads: Any, inputs: Any) -> Group:
+        arrays = self._arrays(self.blocks.small)
+
+        def update_small(*args: Any) -> Any:
+            return self.programs.update(arrays.selection, *args)
+
+        args = *arrays.selection.apart(self.state), grads, *inputs
+        return Group(arrays, (), self.each(update_small, *args, donate=(0,)))
+
+    def _block_group(self, chunks: Sequence[Any], inputs: Any) -> BlockGroup | SpreadGroup:
+        owner, programs, names = self.ownership, self.programs, self.blocks.groups[0]
+        selection = Selection.of_names(self.state, names)
+        like, common = selection.apart(self.state)
+        cuts = [self.blocks.dimensions[name] for name in selection.names_of_own]
+        own = [
+            jax.ShapeDtypeStruct(self.blocks.shape(name, leaf.shape), leaf.dtype)
+            for name, leaf in zip(selection.names_of_own, like, strict=True)
+        ]
+
+        def update_block(own: Any, common: Any, chunks: Any, numbers: Any, hparams: Hparams) -> Any:
+            return programs.update(selection, own, common, programs.sums.block(0, chunks), numbers, hparams)
+
+        args = own, common, [self._flat(share, 1) for share in chunks], *inputs
+        params, update = {name: self.state.params[name] for name in names}, self.each(update_block, *args, donate=(0,))
+        here = owner.of_here(owner.owned)
+        squares = BlockNumbers.compile_numbers(
+            self.layout, owner.count, owner.owned, here, self.compile_one, self.for_each
+        )
+        if not owner.is_cut:
+            return SpreadGroup(
+                selection=selection,
+                params=params,
+                arrays=SpreadArrays.compile_spread(self.layout, like, cuts, owner.count, self.compile_one),
+                gradients=fetch_gradients(owner, chunks, self.compile_one),
+                update=update,
+                squares=squares,
+                count=owner.count,
+            )
+        sent, apart = self._team(chunks)
+        take, put = self._moves(own, cuts)
+        return BlockGroup(selection, params, sent, apart, take, put, update, squares, len(owner.owned[0]))
+
+    def _team(self, chunks: Sequence[Any]) -> tuple[Sequence[Any], Programs]:
+        """What gathers the gradients of the blocks that a device updates, and takes these apart."""
+        owner, here = self.ownership, len(self.ownership.owned[0])
+        if len(owner.teams[0]) == 1:
+            return (), ()
+
+        def open_blocks(chunks: list[jax.Array]) -> list[list[jax.Array]]:
+            return in_blocks(chunks, here, here)
+
+        every = [self._flat(share, here) for share in chunks]
+        return self._across(owner.gather_team, chunks), self.each(open_blocks, every)
+
+    def _moves(self, blocks: Sequence[Any], cuts: Sequence[int]) -> tuple[Programs, Programs]:
+        """What takes a block of each array, by its number among those of a device, and what puts it back."""
+        if (here := len(self.ownership.owned[0])) == 1:
+            return (), ()
+
+        def take_block(arrays: list[Any], index: jax.Array) -> list[Any]:
+            return [_taken(leaf, cut, here, index) for leaf, cut in zip(arrays, cuts, strict=True)]
+
+        def put_block(arrays: list[Any], blocks: list[Any], index: jax.Array) -> list[Any]:
+            return [
+                jax.lax.dynamic_update_slice_in_dim(leaf, block, index * block.shape[cut], cut)
+                for leaf, block, cut in zip(arrays, blocks, cuts, strict=True)
+            ]
+
+        kept = [
+            jax.ShapeDtypeStruct(
+                tuple(size * here if i == cut else size for i, size in enumerate(block.shape)), block.dtype
+            )
+            for block, cut in zip(blocks, cuts, strict=True)
+        ]
+        number = jax.ShapeDtypeStruct((), np.int32)
+        return self.each(take_block, kept, number), self.each(put_block, kept, list(blocks), number, donate=(0,))
+
+
+def in_blocks(tree: Any, count: int, most: int) -> list[Any]:
+    """The first `count` blocks of a tree of arrays of `most`, [1, most x N]."""
+
+    def block(flat: jax.Array, k: int) -> jax.Array:
+        size = flat.shape[1] // most
+        return flat[:, k * size : (k + 1) * size]
+
+    return [jax.tree.map(lambda flat, k=k: block(flat, k), tree) for k in range(count)]
+
+
+def _taken(array: jax.Array, cut: int, blocks: int, index: jax.Array) -> jax.Array:
+    size = array.shape[cut] // blocks
+    return jax.lax.dynamic_slice_in_dim(array, index * size, size, cut)

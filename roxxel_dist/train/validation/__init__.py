@@ -1,0 +1,1 @@
+"""Validation: its rows, its losses, and the scores of its tasks."""
