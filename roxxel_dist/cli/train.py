@@ -162,8 +162,8 @@ class PlanArgs(ConfigArgs):
     costs: bool = False
     """With --target: where the time of a training step would go, by part: milliseconds, FLOPs, bytes, kernels."""
     layouts: bool = False
-    """With --target, in place of the plan: the ways to divide the run over its devices (rows, fsdp, tensor, experts), each
-    compiled, the best first, with the lines for the config."""
+    """With --target, in place of the plan: the ways to divide the run over its devices (rows, fsdp, tensor, experts),
+    each compiled, the best first, with the lines for the config."""
     json: bool = False
     """Print JSON instead of text."""
 
