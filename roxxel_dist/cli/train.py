@@ -180,9 +180,10 @@ def plan(words: list[str]) -> int:
             return _plan_failures(args, args.mtbf, config, run)
         if args.hosts is not None:
             raise UserError(f"--hosts {args.hosts}: --hosts is for --mtbf DAYS; without it give --devices")
-        if args.costs and args.target is None:
+        asked = "costs" if args.costs else "layouts"
+        if (args.costs or args.layouts) and args.target is None:
             raise UserError(
-                "costs is True, and there is no target: give --target too, such as v5e:4x4 or h100:1x8, because its "
+                f"{asked} is True, and there is no target: give --target too, such as v5e:4x4 or h100:1x8, because its "
                 "compiler says what a step does"
             )
         if run is None:

@@ -218,7 +218,7 @@ def test_sigterm_at_an_agent_is_a_preemption_of_its_host(
     if ranks_after == 2:  # the machine goes down, and comes back
         for pid in hosts.processes("h2"):
             with suppress(psutil.NoSuchProcess):
-                if "launcher.host" in " ".join(psutil.Process(pid).cmdline()):
+                if "roxxel_dist.launcher." in " ".join(psutil.Process(pid).cmdline()):
                     os.kill(pid, signal.SIGKILL)
     out, _ = job.communicate(timeout=120)
     assert job.returncode == (0 if ranks_after else 42), out

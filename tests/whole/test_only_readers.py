@@ -115,6 +115,8 @@ TOUCHES = {
     f"{TRAIN} --run_dir run --resume --lr 0.1": 2,
     f"{TRAIN} --run_dir new --fork run@7": 2,
     f"{TRAIN} --run_dir new --data_path text.txt --batch_size 0": 2,
+    "versus run --set lr=0.1 --study run": 2,
+    "versus run --set lr=0.1 --study run/data": 2,
     "data build text.txt --out run/data": 2,
     "data build text.txt --out run": 2,
     "data append text.txt --out run/data --tokenizer byte": 2,

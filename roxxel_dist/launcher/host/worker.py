@@ -42,7 +42,7 @@ from roxxel_dist.process.exit_codes import (
 from roxxel_dist.process.progress import Progress, agent_pipe, own_record, say_exit
 
 SUBCOMMANDS = frozenset(
-    """data batch train find-lr generate eval launch sweep report plan doctor save export verify audit compare
+    """data batch train find-lr generate eval launch sweep report plan doctor save export verify versus audit compare
     merge top check-layouts""".split()  # noqa: SIM905
 )
 PYTHON = frozenset({"python", "python3", sys.executable})

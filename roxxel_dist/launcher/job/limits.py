@@ -35,7 +35,7 @@ class Limits:
     linger_s: float = 3.0
     """A client whose program has ended, before it is killed: srun takes a moment."""
     common_s: float = 3.0
-    """If for longer no host is known to have received a heartbeat, the ranks of all may have a lease (`host.lease`)."""
+    """If for longer no host is known to have received a heartbeat, the ranks of all may have a lease (`lease.py`)."""
     members_s: float = 4.0
     """For the hangs that the launchers of other hosts find (`launch member`)."""
     still_s: float = 5.0

@@ -59,7 +59,7 @@ class Routes(NamedTuple):
     """int32: where the rows of each of this device's experts end among what each device sends here."""
 
     @classmethod
-    def of(cls, chosen_A: jax.Array, count: int) -> "Routes":
+    def of_experts(cls, chosen_A: jax.Array, count: int) -> "Routes":
         """Those of copies with these experts, of which each device has `count`."""
         devices = jax.lax.axis_size(EXPERT)
         order_A, device_A = jnp.argsort(chosen_A, stable=True), chosen_A // count
@@ -88,7 +88,7 @@ def through_experts(
     """
     rows, top_k = chosen_NxK.shape
     sizes = block_sizes(rows * top_k, rows * min(top_k, count), jax.lax.axis_size(EXPERT))
-    routes = Routes.of(chosen_NxK.reshape(-1), count)
+    routes = Routes.of_experts(chosen_NxK.reshape(-1), count)
     more = -(-jnp.maximum(jax.lax.pmax(routes.size_S.max(), axes) - sizes[0], 0) // sizes[1])
     y_AxD: Any = _in_blocks(compute, sizes, routes, more, x_NxD, matrices)
     return y_AxD.reshape(rows, top_k, -1)

@@ -105,8 +105,7 @@ def compare_layouts(config: Any, data_path: str | Path | None, request: Estimate
     """
     if request.target is None:
         raise UserError(
-            "layouts is True, and there is no target: give --target too, such as v5e:4x4 or h100:1x8, because its "
-            "compiler says what each layout costs"
+            "target is None: name one, such as v5e:4x4 or h100:1x8, because its compiler says what each layout costs"
         )
     parse_target(request.target)
     if config.virtual_shards:

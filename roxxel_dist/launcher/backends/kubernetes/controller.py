@@ -16,7 +16,7 @@ CONTROLLER, HOSTS = "controller", "hosts"
 """The replicated jobs: that of the first host, which has the launcher, and those of the others."""
 CONTAINER = "host"
 VIA = f"kubectl exec -i job/{{host}} -c {CONTAINER} --"
-AGENTS = 'grep -ls "launcher.host.[a]gent" /proc/[0-9]*/cmdline'
+AGENTS = 'grep -ls "launcher.agent.[a]gent" /proc/[0-9]*/cmdline'
 # What grep prints decides, not its code: that of a process which ends meanwhile is 2, with and without agents.
 ASK_AGENTS = (
     f"for p in $({AGENTS}); do p=${{p#/proc/}}; kill -TERM ${{p%/*}}; done; "
