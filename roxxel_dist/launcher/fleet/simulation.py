@@ -143,8 +143,10 @@ class Simulation:
     """
 
     def __init__(self, job: JobSpec, hosts: Sequence[str], work: Work, happenings: Iterable[Happening]) -> None:
-        self.now, self.work, self.outcome = 0.0, work, Outcome()
-        self.starts = list[tuple[float, tuple[str, ...]]]()
+        self.now: float = 0.0
+        self.work: Work = work
+        self.outcome: Outcome = Outcome()
+        self.starts: list[tuple[float, tuple[str, ...]]] = []
         self.running: tuple[str, ...] = ()
         self.fleet: Fleet
         self.fleet, todo = fleet_of(job, hosts, now=0.0)

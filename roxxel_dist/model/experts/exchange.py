@@ -148,7 +148,6 @@ def _swapped(x_RxD: jax.Array, devices: int) -> jax.Array:
     return jax.lax.all_to_all(x_RxD.reshape(devices, -1, x_RxD.shape[1]), EXPERT, 0, 0).reshape(x_RxD.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def rows_at(x_NxD: jax.Array, copy_R: jax.Array, place_A: jax.Array, copies: int) -> jax.Array:
     """[R, D]: copies of rows, 0 where there is none; its gradient reads and sums rows, and scatters none.
 
@@ -158,6 +157,12 @@ def rows_at(x_NxD: jax.Array, copy_R: jax.Array, place_A: jax.Array, copies: int
         place_A: int32: the inverse of it: where each copy is, R for nowhere.
         copies: of each row, one after the other.
     """
+    y_RxD: Any = _rows_at(x_NxD, copy_R, place_A, copies)
+    return y_RxD
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rows_at(x_NxD: jax.Array, copy_R: jax.Array, place_A: jax.Array, copies: int) -> jax.Array:
     return x_NxD.at[copy_R // copies].get(mode="fill", fill_value=0)
 
 
@@ -166,4 +171,4 @@ def _rows_back(copies: int, place_A: jax.Array, g_RxD: jax.Array) -> tuple[jax.A
     return g_AxD.reshape(-1, copies, g_RxD.shape[1]).sum(1), None, None
 
 
-rows_at.defvjp(lambda x_NxD, copy_R, place_A, copies: (rows_at(x_NxD, copy_R, place_A, copies), place_A), _rows_back)
+_rows_at.defvjp(lambda x_NxD, copy_R, place_A, copies: (_rows_at(x_NxD, copy_R, place_A, copies), place_A), _rows_back)

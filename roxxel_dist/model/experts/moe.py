@@ -95,10 +95,10 @@ def ragged(
         0, dtype=jnp.int32
     )  # `bincount` adds to a few numbers in turn
     product: Any = jax.lax.ragged_dot if missing_kernel(chosen_A.size) else grouped_product
-    x_AxD: Any = rows_at(x_NxD, order_A, place_A, top_k)
+    x_AxD = rows_at(x_NxD, order_A, place_A, top_k)
     inner_AxPF = product(x_AxD, first_ExDxPxF.reshape(count, dim, -1), count_E)
     y_AxD = product(activate(inner_AxPF.reshape(-1, *inner)), second_ExFxD, count_E)
-    chosen_AxD: Any = rows_at(y_AxD, place_A, order_A, 1)
+    chosen_AxD = rows_at(y_AxD, place_A, order_A, 1)
     return gated(gates_NxK, chosen_AxD.reshape(*chosen_NxK.shape, -1))
 
 
