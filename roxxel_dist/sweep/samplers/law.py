@@ -103,6 +103,10 @@ class _Member:
         return self.c + np.exp(np.minimum(linear, LARGE))
 
 
+Coefficients = list[list[tuple[_Member, NDArray[np.intp], Array]]]
+"""Joint draws: by validation set the members that are drawn, the numbers of their draws, and their betas."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Law:
     """The law of t validation sets over K shares; `fit` makes it."""
@@ -151,13 +155,20 @@ class Law:
         """
         shares = np.atleast_2d(np.asarray(shares, np.float64))
         found = np.empty((count, len(shares), len(self.members)))
-        for number, drawn in enumerate(self.coefficients(np.random.default_rng(seed), count)):
+        if (count, seed) not in self._drawn:  # a report draws for many mixtures, and most of the time is here
+            self._drawn[count, seed] = self.coefficients(np.random.default_rng(seed), count)
+        for number, drawn in enumerate(self._drawn[count, seed]):
             for member, those, betas in drawn:
                 found[those, :, number] = member.losses(shares, betas)
         return found
 
-    def coefficients(self, rng: np.random.Generator, count: int) -> list[list[tuple[_Member, NDArray[np.intp], Array]]]:
-        """Joint draws: by validation set the members that are drawn, the numbers of their draws, and their betas.
+    @cached_property
+    def _drawn(self) -> dict[tuple[int, int], Coefficients]:
+        """What `coefficients` gives, by count and seed."""
+        return {}
+
+    def coefficients(self, rng: np.random.Generator, count: int) -> Coefficients:
+        """Joint draws.
 
         One seed of a training moves all of its losses: the noise of a trial is as alike as what the law leaves of the
         sets, and coefficients are drawn by it.
