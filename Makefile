@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS = $(shell $(BIN)/python -c 'import sys; print("constraints-newest.txt" if sys.version_info >= (3, 12) else "constraints.txt")')
 # What `.ci/run` runs with the newest Python: the demo, two processes that are stopped and resumed to the bit, a sweep that is killed, the help
 # of every command, and all that goes through a private part of jax.
-ON_NEWEST := tests/cluster tests/devices tests/model/test_cudnn_attention.py tests/cli/test_help.py tests/whole/test_demo.py tests/train/test_golden.py \
+ON_NEWEST := tests/process tests/cluster tests/devices tests/model/test_cudnn_attention.py tests/cli/test_help.py tests/whole/test_demo.py tests/train/test_golden.py \
     tests/whole/multiprocess/test_training.py::test_asked_to_stop_it_saves_and_goes_on_later \
     tests/sweep/test_sweep_command.py::test_a_killed_sweep_goes_on_and_its_best_can_be_trained
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
