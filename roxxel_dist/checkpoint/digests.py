@@ -72,9 +72,7 @@ def inside(places: Iterable[Bounds]) -> Callable[[Bounds], bool]:
         if is_grid:
             pairs = zip(starts, bounds, strict=True)
             near = [by_start[tuple(lows[max(bisect_right(lows, a) - 1, 0)] for lows, (a, _) in pairs)]]
-        return any(
-            all(low <= a and b <= high for (a, b), (low, high) in zip(bounds, place, strict=True)) for place in near
-        )
+        return any(_lies_within(bounds, place) for place in near)
 
     return is_inside
 

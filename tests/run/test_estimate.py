@@ -399,6 +399,9 @@ def test_layouts_are_compiled(corpus):
     assert [layout.step is None for layout in small.layouts] == [False, False, True]
     assert all(layout.fields["gradient_checkpointing"] is True for layout in small.layouts[:2])
     assert len(small.problems) == 1
+    again = dataclasses.replace(components, config=dataclasses.replace(components.config, gradient_checkpointing=True))
+    done.clear()
+    assert not any("gradient_checkpointing" in layout.fields for layout in compare(compiler, again).layouts)
 
 
 @pytest.mark.long

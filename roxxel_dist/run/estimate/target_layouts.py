@@ -13,9 +13,10 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.devices.targets import Target, parse_target
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents
-from roxxel_dist.run.estimate.estimate import EstimateRequest, for_target, open_components, spans
-from roxxel_dist.run.estimate.target_phases import COMPILED_AT_ONCE, rebuilt
+from roxxel_dist.run.estimate.estimate import EstimateRequest, for_target, open_components, plan_of, spans
+from roxxel_dist.run.estimate.target_phases import COMPILED_AT_ONCE, checkpointing, rebuilt
 from roxxel_dist.run.estimate.target_process import Report
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetStep, one_device_flops
 from roxxel_dist.settings.usage_errors import usage_errors
@@ -27,12 +28,6 @@ from roxxel_dist.train.steps import Steps
 TENSOR = (1, 2, 4, 8)
 """Devices along the tensor axis: with more the products of a device are small, and each layer sends more."""
 UNDIVIDED: Mapping[str, Any] = {"fsdp": False, "fsdp_devices": 0, "tensor_devices": 1, "expert_devices": 1}
-SAVERS: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"gradient_checkpointing": "products"},
-    {"gradient_checkpointing": True},
-)
-"""What is tried in turn where a step does not fit, the cheapest in speed first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +116,14 @@ def _compare_in_process(report: Report, target: Target, *args: Any) -> LayoutCom
     config, data_path, request, folder = args
     compiler = TargetCompiler(target, report, request.device_memory_gb)
     with open_components(config, data_path, request, compiler, folder) as (components, _):
-        return compare(compiler, components)
+        return compare(compiler, components, request.run)
 
 
-def compare(target: TargetCompiler, components: RunComponents) -> LayoutComparison:
-    """The layouts of a run's components, which divide nothing themselves."""
+def compare(target: TargetCompiler, components: RunComponents, run: Path | None = None) -> LayoutComparison:
+    """The layouts of components, which divide nothing themselves. `run`: whose plan it is, amendments included."""
     with usage_errors():
-        plan = components.curriculum.plan(components.config.seed)
+        saved = None if run is None else saved_metadata(run)
+        plan = plan_of(components.curriculum, components.config.seed, saved)
         last = last_step(plan, components.options)
         tokens = {
             (first, stop): plan.predicted_tokens(stop) - plan.predicted_tokens(first)
@@ -141,11 +137,12 @@ def compare(target: TargetCompiler, components: RunComponents) -> LayoutComparis
         alone = components.steps(mesh, plan.total_steps).on_one_device()
     flops = one_device_flops(alone.mesh, alone.train, alone.training_args(batch))
 
+    # A model of the user's own decides itself what is computed again.
+    savers = checkpointing(components.config) if components.config.model is None else []
+
     def cost(fields: Mapping[str, Any]) -> LayoutCost | None:
         found = None
-        for saver in SAVERS:
-            if saver and components.config.model is not None:
-                break  # a model of the user's own decides that itself
+        for saver in ({}, *savers):
             tried = _cost(target, components, plan, stop - 1, batch, {**fields, **saver}, flops)
             found = tried or found
             if tried is None or tried.fits or tried.step is None:

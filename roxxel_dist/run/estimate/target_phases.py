@@ -80,6 +80,12 @@ def rebuilt(config: Config, components: RunComponents, devices: Sequence[Any] | 
     return dataclasses.replace(made, optimizer=components.optimizer)
 
 
+def checkpointing(config: Any) -> list[dict[str, Any]]:
+    """The changes of a config with the built-in model that compute more blocks again, the cheapest first."""
+    levels = {False: ("products", True), "products": (True,), True: ()}[config.gradient_checkpointing]
+    return [{"gradient_checkpointing": level} for level in levels]
+
+
 def _changes(config: Any, rows: int, devices: int) -> list[dict[str, Any]]:
     """Changes of a config that save memory of its steps, the cheapest in speed first; the last ones have several."""
     pieces = max(1, devices // config.tensor_devices)
@@ -92,8 +98,7 @@ def _changes(config: Any, rows: int, devices: int) -> list[dict[str, Any]]:
     if config.grad_accum < most:
         changes.append({"grad_accum": most})
     if config.model is None:
-        levels = {False: ("products", True), "products": (True,), True: ()}[config.gradient_checkpointing]
-        changes += [{"gradient_checkpointing": level} for level in levels]
+        changes += checkpointing(config)
     every = {name: value for change in changes for name, value in change.items()}
     changes += [every] if len(changes) > 1 else []
     tensor = math.gcd(devices, 4)
