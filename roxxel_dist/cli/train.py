@@ -237,6 +237,9 @@ def _plan_failures(args: PlanArgs, mtbf: float, config: Config, run: str | None)
     """Print what failures of hosts cost a run."""
     from roxxel_dist.run.estimate.failures import Cluster, estimate_failures, failure_table
 
+    for name in ("target", "devices", "layouts", "costs", "arrays"):
+        if getattr(args, name):
+            raise UserError(f"--mtbf {mtbf:g} compiles nothing: leave --{name} out, or --mtbf")
     if args.hosts is None:
         raise UserError(f"--mtbf {mtbf:g}: of how many hosts? Give --hosts too, for example --hosts 16")
     names = ("hosts", "spare_hosts", "repair_hours", "step_s", "save_s", "start_s")

@@ -70,6 +70,8 @@ def test_times_are_those_that_the_run_measured(tmp_path: Path) -> None:
         ("--mtbf 9 --hosts 4 --step_s 1 --save_s -1", "--save_s -1.0: must be seconds, 0 or more"),
         ("--mtbf 9 --hosts 4 --step_s 1 --spare_hosts 4", "--spare_hosts 4: there are 4 hosts, and one has to work"),
         ("--hosts 4", "--hosts is for --mtbf"),
+        ("--mtbf 9 --hosts 4 --target v5e:2x2", "--mtbf 9 compiles nothing: leave --target out, or --mtbf"),
+        ("--mtbf 9 --hosts 4 --layouts", "--mtbf 9 compiles nothing: leave --layouts out, or --mtbf"),
     ],
 )
 def test_what_cannot_be_is_one_line(
