@@ -24,6 +24,8 @@ from roxxel_dist.train.step.schedule import BATCH_TOKENS, LrSchedule, Settings, 
 
 LONG = 1 << 30
 """Steps of a run that any warm-up and decay fit in."""
+ELEMENTWISE = frozenset({"adamw", "nadamw", "lion", "sgd", "schedule_free_adamw"})
+"""Those that update each element by its own gradient and moments, whatever the other elements of its parameter are."""
 MUON_RMS = 0.2
 """Root mean square of a Muon update before the learning rate: AdamW's, so that one rate and decay suit both parts."""
 
@@ -294,7 +296,7 @@ def is_elementwise(optimizer: NamedOptimizer, name: str, param: Any) -> bool:
     """Whether each element of a parameter is updated by its own gradient and moments, and norms of the whole."""
     if optimizer.config.optimizer == "muon":
         return muon_part(optimizer.matrices, (jax.tree_util.DictKey(name),), param) == "adamw"
-    return optimizer.own is None and optimizer.config.optimizer != "adafactor"
+    return optimizer.own is None and optimizer.config.optimizer in ELEMENTWISE
 
 
 def clip(limit: ArrayLike, norm: jax.Array | None = None) -> optax.GradientTransformation:
