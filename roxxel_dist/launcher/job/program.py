@@ -4,7 +4,6 @@ No other file of the launcher knows the trainer. Its modules are here by their n
 used: in a rank, or on a host that is asked whether it is fit.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.job.flags import flag, split_flags
-
-BUCKET = re.compile(r"(s3|gs|az):/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +59,7 @@ def program_of(command: Sequence[str]) -> Program:
 
 def is_bucket(run_dir: str) -> bool:
     """Whether a run directory is an address in a bucket."""
-    return BUCKET.match(run_dir) is not None
+    return import_module("roxxel_dist.objects.url").is_url(run_dir)
 
 
 def log_dir_for(command: Sequence[str], run_id: str) -> Path:
