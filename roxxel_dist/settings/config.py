@@ -24,6 +24,7 @@ from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, Optimiz
 from roxxel_dist.settings.values import EXPONENT, as_choice, fits, is_text, type_name, with_numbers
 from roxxel_dist.utils.component import DocWithFields, component
 from roxxel_dist.utils.limits import MOST_WHOLE
+from roxxel_dist.utils.voice import argument
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""
@@ -33,10 +34,16 @@ RECORD = "record"
 ALIASES = {
     "learning_rate": "lr", "absolute_pos": "pos_encoding",
     "hidden_size": "dim", "d_model": "dim", "n_layers": "num_blocks", "num_layers": "num_blocks",
-    "context_length": "max_context", "seq_len": "max_context", "data": "data_path", "output_dir": "run_dir",
+    "context_length": "max_context", "seq_len": "max_context", "data": "data_path", "data_dir": "data_path",
+    "output_dir": "run_dir", "out_dir": "run_dir",
     "gradient_accumulation_steps": "grad_accum",
 }  # fmt: skip
 """Names of some fields in other programs."""
+BESIDE_CONFIG = {
+    "data_path": "PATH", "run_dir": "FOLDER", "local_dir": "FOLDER", "resume": True, "amend": True,
+    "fork": "RUN@STEP", "anneal": "RUN@STEP", "skip_steps": "A:B",
+}  # fmt: skip
+"""What a training is given beside its config, which many trainings share; with a word for the value."""
 
 T = TypeVar("T")
 
@@ -84,7 +91,7 @@ class Config(_Copied):
                 raise TypeError(f"Config({unnamed[0]!r}): give fields by name, as in Config(dim=256)")
             for name in fields:
                 if name not in FIELD_TYPES and name not in COPIED:
-                    raise TypeError(f"Config: {unknown(name, list(FIELD_TYPES), 'field')}")
+                    raise TypeError(f"Config: {unknown(name)}")
             super().__init__(**fields)
             settings = fields.keys() & FIELD_TYPES.keys()
             if "given" in fields:  # `dataclasses.replace` passes every field: those with another value are given too
@@ -94,7 +101,7 @@ class Config(_Copied):
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in FIELD_TYPES and name not in COPIED:
-                raise AttributeError(f"Config: {unknown(name, list(FIELD_TYPES), 'field')}")
+                raise AttributeError(f"Config: {unknown(name)}")
             object.__setattr__(self, name, value)
             if name in FIELD_TYPES:
                 object.__setattr__(self, "given", self.given | {name})
@@ -248,7 +255,7 @@ class Config(_Copied):
             raise UserError(f"{source}: this is the file of a sweep, not a config: `sweep --sweep_config` takes it")
         for key in values:
             if key not in FIELD_TYPES and key != RECORD:
-                raise UserError(f"{source}: {unknown(key, list(FIELD_TYPES), 'field')}")
+                raise UserError(f"{source}: {unknown(key)}")
         config = cls(**{key: _read(key, value) for key, value in values.items() if key != RECORD})
         config.check_types("" if source == "config" else source)
         return config
@@ -390,10 +397,14 @@ def _letters(name: str) -> str:
     return re.sub(r"[_\W]", "", name).lower()
 
 
-def unknown(name: str, known: list[str], what: str) -> str:
-    """The message for a name that does not exist, with the nearest one that does."""
-    near = nearest(name, known)
-    return f"there is no {what} {name!r}" + (f": did you mean {near!r}?" if near else f": they are {', '.join(known)}")
+def unknown(name: str) -> str:
+    """The message for a field that does not exist, with what is meant, where that is known."""
+    near = nearest(name, [*FIELD_TYPES, *BESIDE_CONFIG])
+    if near in BESIDE_CONFIG:
+        return f"there is no field {name!r}: give {argument(near, BESIDE_CONFIG[near])} beside the config"
+    return f"there is no field {name!r}: " + (
+        f"did you mean {near!r}?" if near else "`roxxel-dist train -h` lists the fields"
+    )
 
 
 def takes_fractions(name: str) -> bool:

@@ -235,6 +235,10 @@ def test_numbers_as_people_write_them(tmp_path):
         ("model: {dim: 8}\nloop: {dim: 16}", "'dim' is given twice"),
         ("model: {dims: 8}", "did you mean 'dim'"),
         ("modell: {dim: 8}", "there is no field 'modell'"),
+        ("data_path: text.txt", "there is no field 'data_path': give data_path=PATH beside the config"),
+        ("output_dir: out", "there is no field 'output_dir': give run_dir=FOLDER beside the config"),
+        ("resume: true", "give resume=True beside the config"),
+        ("xyz: 1", "there is no field 'xyz': `roxxel-dist train -h` lists the fields"),
     ],
 )
 def test_a_wrong_file_is_told(tmp_path, text, message):
