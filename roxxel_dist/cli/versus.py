@@ -21,6 +21,7 @@ from roxxel_dist.settings.effect import check_effect, chosen
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.settings.values import with_numbers
 from roxxel_dist.sweep.driver.options import TrialOptions
+from roxxel_dist.utils.voice import argument
 
 DATA = ("datasets", "validation", "val_fraction", "eval_iters", "tokenizer_type", "data_dtype", "passes")
 """Fields that say what is read, and on what is measured."""
@@ -255,7 +256,8 @@ def _write(folder: Path, args: VersusArgs, config: Config, changes: Any, names: 
 
 def _check_same(args: VersusArgs, files: Any, sides: Side | None) -> None:
     """Raises UserError where a study that is there compares something else, or in another way."""
-    found = files.sweep().versus
+    sweep = files.sweep()
+    found = sweep.versus
     if found is None:
         raise UserError(f"--study {files.place} is a search, and no comparison: name another folder")
     if sides is not None:
@@ -264,10 +266,12 @@ def _check_same(args: VersusArgs, files: Any, sides: Side | None) -> None:
         is_same = all(before[name] == value for name, value in config.to_dict().items() if name not in OF_PEOPLE)
         if not is_same or dict(found.changes) != changes:
             raise UserError(f"--study {files.place} compares other configurations: name another folder")
-    for name in ("level", "smallest"):
-        given, known = getattr(args, name), getattr(found, name)
+    begun = {"level": found.level, "smallest": found.smallest, "metric": sweep.metric}
+    begun["maximize"] = sweep.goal == "maximize"
+    for name, known in begun.items():
+        given = getattr(args, name)
         if given != known and given != getattr(VersusArgs, name):
             raise UserError(
-                f"--{name} {given:g}: {files.place} was begun with {known}, and a verdict must not depend on what was "
-                f"seen: leave it out, or name another --study"
+                f"{argument(name, given)}: {files.place} was begun with {known}, and a verdict must not depend on what "
+                f"was seen: leave it out, or name another --study"
             )

@@ -148,6 +148,8 @@ BAD = [
     ("versus base.yaml other.yaml --data_path t.txt --level 1", "--level 1: must be at least 0.5 and below 1"),
     ("versus base.yaml other.yaml --data_path t.txt --smallest 0", "--smallest 0: must be more than 0"),
     ("versus base.yaml other.yaml --data_path t.txt --max_pairs 0", "--max_pairs 0: must be at least 1"),
+    ("versus --study made --metric val_bpb", "--metric val_bpb: made was begun with val_loss, and a verdict must not"),
+    ("versus --study made --maximize", "--maximize: made was begun with False, and a verdict must not"),
     ("versus --study made --level 0.8", "--level 0.8: made was begun with 0.9, and a verdict must not depend"),
     ("versus base.yaml --set lr=0.003 --data_path t.txt --study made", "--study made compares other configurations"),
     ("versus --study search", "--study search is a search, and no comparison"),
