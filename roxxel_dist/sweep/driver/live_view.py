@@ -70,6 +70,9 @@ class LiveView:
     def show(self, history: History, number: int | None = None) -> None:
         """Something has changed: of the trial of this number, or of any."""
         first, self._history = self._history is None, history
+        if first and self._versus is not None:  # what was said before is not said again
+            before = outcome(history, self._versus)
+            self._pairs = before.pairs + before.dropped
         for trial in history.trials.values() if number is None else [history.trials[number]]:
             state = (trial.state, trial.attempts)
             if self._shown.get(trial.number) != state:
