@@ -14,9 +14,8 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from roxxel_dist.process.exit_codes import PIPE_ENV, UserError
 
@@ -26,9 +25,8 @@ ACTIVITIES = ("", "start", "join", "compile", "restore", "step", "eval", "save",
 """What a rank can say that it does; each has its own limit in the launcher. The first says nothing, and has none."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """How far one rank is."""
+class Record(NamedTuple):
+    """How far one rank is; in messages its values follow the number of the rank."""
 
     entered: int = 0
     """The step it entered last, from 1."""
@@ -60,7 +58,7 @@ def read(fd: int, rank: int) -> Record:
 def say_exit() -> None:
     """The program of this rank has ended well, and its process exits next, when others have come as far."""
     progress = Progress.from_env(int(os.environ.get("ROXXEL_PROCESS_ID") or 0))
-    progress.now = replace(own_record(), pid=os.getpid())
+    progress.now = own_record()._replace(pid=os.getpid())
     progress.say("exit")
 
 
@@ -136,7 +134,7 @@ class Progress:
             self.say(before)
 
     def _write(self, **changes: Any) -> None:
-        before, self.now = self.now, replace(self.now, time=time.time(), **changes)
+        before, self.now = self.now, self.now._replace(time=time.time(), **changes)
         record = self.now
         if record.activity != before.activity and self.listener is not None:
             self.listener(record)

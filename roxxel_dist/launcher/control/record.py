@@ -47,8 +47,8 @@ class RankProcess:
     """The step it has entered; 0 before the first."""
     activity: str = ""
     """Its reported activity: "step", "compile", "save" and so on; "" if it reports none."""
-    moved: float = 0.0
-    """When the launcher saw `step` or `activity` change last, in seconds since 1970."""
+    changed_at: float = 0.0
+    """When the launcher saw `step` or `activity` change last, in seconds since 1970; 0 where neither has."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from roxxel_dist.launcher.control.record import (
     JobRecord,
     RankProcess,
     Restart,
+    State,
     lock_of,
     read,
     this_process,
@@ -142,6 +143,11 @@ class JobRecorder:
                     link.unlink()
             for made in self._made:
                 made.rmdir()
+
+    def note_progress(self, state: State, step: int, ranks: Callable[[], tuple[RankProcess, ...]]) -> None:
+        """Write how the ranks go, once a second at most, or where the state is another one; `ranks` is called then."""
+        if state != self.entry.state or time.monotonic() >= self._wrote + WRITE_S:
+            self.update(step=step, ranks=ranks(), state=state)
 
     def update(self, *, step: int = 0, ranks: tuple[RankProcess, ...] | None = None, **changes: Any) -> None:
         """Note changed fields of the record: steps and ranks are written once a second at most, the rest at once.
