@@ -102,6 +102,10 @@ class JobRecord:
     """The number of its SLURM job."""
     slurm_cluster: str = ""
     """The cluster that has it, where sbatch named one (--clusters)."""
+    furthest: int = 0
+    """The largest step that an earlier start of the SLURM job entered."""
+    requeues: int = 0
+    """How often SLURM was asked to queue the job again, in a row without a step beyond that."""
     queue_reason: str = ""
     """Why SLURM has not started a queued job, in its word: Priority, PartitionDown, JobHeldUser …; "" if not asked."""
     ran: bool = False

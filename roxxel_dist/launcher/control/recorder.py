@@ -26,6 +26,7 @@ from roxxel_dist.launcher.job.claims import state_dir
 from roxxel_dist.launcher.job.environment import masked_words
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.policy.restart import LONG_S
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.file_lock import release_lock, take_lock
@@ -89,8 +90,13 @@ class JobRecorder:
             self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
             with contextlib.suppress(FileNotFoundError, ValueError):
                 before = read(path)
-                if before and before.slurm_job == self.entry.slurm_job:  # only who submits it learns the cluster
-                    self.entry = replace(self.entry, slurm_cluster=before.slurm_cluster)
+                if before and before.slurm_job == self.entry.slurm_job != "":
+                    self.entry = replace(
+                        self.entry,
+                        slurm_cluster=before.slurm_cluster,  # only who submits it learns it
+                        furthest=max(before.furthest, before.step),
+                        requeues=before.requeues,
+                    )
                 self._before = None if before and before.is_queued else path.read_text(encoding="utf-8")
         except OSError as error:
             self._unusable = error  # preflight reports it
@@ -200,6 +206,13 @@ class JobRecorder:
     def queue_again(self, code: int) -> None:
         """The job ended so, and a batch system is to start it again."""
         self.update(state="queued", code=code, ranks=())
+
+    def requeues(self, *, counts: bool) -> int:
+        """How often in a row the SLURM job was queued again without a new step; where the program does not count
+        steps, without an hour in which it ran."""
+        entry = self.entry
+        is_long = not (counts or entry.step) and time.time() - entry.begun >= LONG_S
+        return 0 if entry.step > entry.furthest or is_long else entry.requeues
 
     def end(self, code: int) -> int:
         """The job is over; returns its code."""

@@ -54,6 +54,8 @@ class Host:
     """Why it did not pass."""
     failures: int = 0
     """How many looks in a row it has answered and did not pass."""
+    absences: int = 0
+    """How many looks in a row it has not answered."""
     is_known: bool = False
     """Whether a look at it as a newcomer has ended."""
     passed_alone: bool = False

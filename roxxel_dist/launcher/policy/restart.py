@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from roxxel_dist.launcher.job.limits import backoff
 from roxxel_dist.launcher.policy.outcome import AttemptResult, as_code, exit_code, first_failure, is_cut_off
 from roxxel_dist.process.exit_codes import (
     EXIT_DRAINED,
@@ -285,4 +286,4 @@ def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
 
 def _backoff(times: int) -> float:
     """Seconds to wait after so many failed attempts; none after 0."""
-    return min(BACKOFF_MOST_S, BACKOFF_S * BACKOFF_TIMES ** (times - 1)) if times else 0.0
+    return backoff(BACKOFF_S, times - 1, BACKOFF_MOST_S, BACKOFF_TIMES) if times else 0.0

@@ -72,8 +72,9 @@ class Options(base.Options, HostOptions):
     before its own time limit: the ranks save, and continue with more or fewer hosts. They end with the job."""
     grow_options: str | None = None
     """Options of sbatch for these jobs, as 'partition=spare time=60'. Default: those of --slurm-KEY."""
-    max_requeues: int = 100
-    """How often SLURM is asked to queue the job again, after a time limit, a preemption or a lost node. 0: never."""
+    max_requeues: int = 10
+    """How often in a row, without a new step, SLURM is asked to queue the job again, after a time limit, a preemption
+    or a lost node. 0: never."""
     container: str | None = None
     """An image in which the ranks run."""
     runtime: Literal["pyxis", "apptainer"] | None = None
