@@ -13,9 +13,8 @@ from zlib import crc32
 
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, State
-from roxxel_dist.launcher.job.limits import backoff
 from roxxel_dist.launcher.job.placement import Assignment
-from roxxel_dist.launcher.policy.restart import REPEAT_S
+from roxxel_dist.launcher.policy.restart import REPEAT_S, backoff
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from roxxel_dist.launcher.job.limits import backoff
+from roxxel_dist.launcher.policy.restart import backoff
 
 SHORT_S = 600.0
 """A host that leaves the list sooner after it came has cost two restarts for little."""

@@ -8,11 +8,6 @@ SCALE_ENV = "ROXXEL_TIME_SCALE"
 """For the tests of this package alone: `launch` scales the limits of a job by it, so that tests wait less."""
 
 
-def backoff(first_s: float, times: int, most_s: float, factor: float = 2.0) -> float:
-    """Seconds to wait: `first_s`, made longer by `factor` so many times (it may be thousands), and `most_s` at most."""
-    return min(most_s, first_s * factor ** min(times, 64))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Time limits of a job, all in seconds. Their order matters; the README of the launcher has them in a table.

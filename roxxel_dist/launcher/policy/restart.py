@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from roxxel_dist.launcher.job.limits import backoff
 from roxxel_dist.launcher.policy.outcome import AttemptResult, as_code, exit_code, first_failure, is_cut_off
 from roxxel_dist.process.exit_codes import (
     EXIT_DRAINED,
@@ -282,6 +281,11 @@ def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
         return Decision(again=False, code=attempts[-1].code, why=why)
     wait = _backoff(idle)
     return Decision(again=True, wait=wait, why=f"preempted; restart {_when(wait)} (it counts for nothing)")
+
+
+def backoff(first_s: float, times: int, most_s: float, factor: float = 2.0) -> float:
+    """Seconds to wait: `first_s`, made longer by `factor` so many times (it may be thousands), and `most_s` at most."""
+    return min(most_s, first_s * factor ** min(times, 64))
 
 
 def _backoff(times: int) -> float:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import PROGRAM_FIX, Backend
-from roxxel_dist.launcher.job.limits import backoff
 from roxxel_dist.launcher.policy.outcome import how
+from roxxel_dist.launcher.policy.restart import backoff
 from roxxel_dist.launcher.transport.near_end import NearEnd
 from roxxel_dist.launcher.transport.pool import PROBE_END_S, HostConnection, HostPool
 from roxxel_dist.launcher.transport.words import DENIED, KEY_COMMAND, PLUGIN, shortened

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.control.new_job import job_of
 from roxxel_dist.launcher.host.host_info import is_loopback, resolved
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.signals import SignalPipe
@@ -114,7 +115,7 @@ class Options(base.Options):
             node = Node(hosts=flags["hosts"], index=flags["index"], first=flags["first"], procs=flags["procs_per_host"])
             options = replace(self, run_id=flags["run_id"], port=flags["port"])
             job = replace(
-                request.job(options, node.procs, MemberBackend(node.first, leads=node.is_coordinator)),
+                job_of(options, request, node.procs, MemberBackend(node.first, leads=node.is_coordinator)),
                 first_rank=node.index * node.procs,
                 world=node.hosts * node.procs,
                 first_attempt=flags["attempt"],
