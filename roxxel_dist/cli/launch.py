@@ -135,7 +135,7 @@ def _is_in_the_image(command: Sequence[str]) -> bool:
 
 
 def device_needs(command: Sequence[str]) -> DeviceNeeds:
-    """What a `train` command asks of the number of devices; nothing for another program.
+    """The demands of a `train` command on the number of devices; nothing for another program.
 
     Asked once, at the launch: the file of the config may be another one an hour later. Raises ValueError for words, or
     a config that they name, that cannot be used.

@@ -26,7 +26,7 @@ ACTIVITIES = ("", "start", "join", "compile", "restore", "step", "eval", "save",
 
 
 class Record(NamedTuple):
-    """How far one rank is; in messages its values follow the number of the rank."""
+    """The progress of one rank; in messages its values follow the number of the rank."""
 
     entered: int = 0
     """The step it entered last, from 1."""
@@ -106,15 +106,15 @@ class Progress:
             return cls(None, rank)
 
     def enter(self, step: int, phase: int = 0) -> None:
-        """This rank starts `step` (its done-count stays). From now on the launcher's step limit counts."""
+        """Enter `step` (the done-count stays). From now on the launcher's step limit counts."""
         self._write(entered=step, phase=phase, activity="step")
 
     def finish(self, step: int) -> None:
-        """This rank finished `step`."""
+        """Finish `step`."""
         self._write(done=step)
 
     def say(self, activity: str) -> None:
-        """This rank does something else than a step, until the next `enter` or `say`; "" ends every limit.
+        """Name something else than a step that this rank does, until the next `enter` or `say`; "" ends every limit.
 
         Raises:
             ValueError: none of `ACTIVITIES`.
@@ -125,7 +125,7 @@ class Progress:
 
     @contextlib.contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Within it this rank does `activity`; afterwards what it did before. Raises ValueError as `say` does."""
+        """Name `activity` as what this rank does within it, as `say` does; afterwards what it did before."""
         before = self.now.activity
         self.say(activity)
         try:

@@ -151,7 +151,7 @@ def via_words(via: str) -> list[str]:
 
 
 def restarts_of(attempt: int | None, environment: Mapping[str, str]) -> int:
-    """How often the job was started before: by the flag, or by ROXXEL_RESTARTS. Raises ValueError for no number."""
+    """The number of earlier starts of the job: by the flag, or by ROXXEL_RESTARTS. Raises ValueError for no number."""
     given = {name: value for name, value in environment.items() if name in VARIABLES["attempt"]}
     restarts = int(flags_from_environment({"attempt": attempt}, given)["attempt"] or 0)
     if restarts < 0:

@@ -26,7 +26,7 @@ class LocalBackend(base.Backend):
         return os.environ
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
-        """What `start` runs."""
+        """The command that `start` runs."""
         return python_words(self.python, module, *words)
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":

@@ -91,7 +91,7 @@ class RunningRank:
     changed_at: float = 0.0
 
     def process(self, rank: int) -> RankProcess:
-        """What the record of the job says of it."""
+        """The entry of the job's record about it."""
         return RankProcess(
             rank=rank,
             host=self.host,

@@ -53,7 +53,7 @@ class RankProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """That an attempt ended and another one followed."""
+    """An attempt that ended, and another one that followed."""
 
     attempt: int
     """The one that ended."""
@@ -71,7 +71,7 @@ KEPT_RESTARTS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What is known of one job. Times are seconds since 1970."""
+    """One job, as far as it is known. Times are seconds since 1970."""
 
     run_id: str
     controller: Process
@@ -126,7 +126,7 @@ class JobRecord:
         return Path(self.log_dir, f"launcher-{self.first_rank}.json" if self.first_rank else "launcher.json")
 
     def now(self) -> "JobRecord":
-        """As `read`; the record as it was where its file is gone."""
+        """Read the record again; as it was where its file is gone."""
         return read(self.path) or self
 
     @property
@@ -150,7 +150,7 @@ class JobRecord:
         return self.is_over or self.is_queued or self.is_here or is_held(lock_of(self.path), unknown=False)
 
     def line(self, command: str) -> str:
-        """What a person types, here, for `command` of this job."""
+        """The line that a person types, here, for `command` of this job."""
         there = () if self.is_here else ("ssh", self.controller.host)
         return shlex.join([*there, "roxxel-dist", command, self.run_id if self.is_here else self.run_dir])
 

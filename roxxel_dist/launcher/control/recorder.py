@@ -208,7 +208,7 @@ class JobRecorder:
         self.update(state="queued", code=code, ranks=())
 
     def requeues(self, *, counts: bool) -> int:
-        """How often in a row the SLURM job was queued again without a new step; where the program does not count
+        """The requeues of the SLURM job in a row without a new step; where the program does not count
         steps, without an hour in which it ran."""
         entry = self.entry
         is_long = not (counts or entry.step) and time.time() - entry.begun >= LONG_S

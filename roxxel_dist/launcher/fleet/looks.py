@@ -64,7 +64,7 @@ def seek_lost(fleet: Fleet) -> None:
 
 
 def note_return(fleet: Fleet, names: Collection[str], *, failed: bool) -> None:
-    """These hosts were taken in; `failed`: the attempt with them came to nothing."""
+    """Take note that these hosts were taken in; `failed`: the attempt with them came to nothing."""
     hosts = fleet.hosts
     names = [name for name in names if name in hosts]
     comes_and_goes = not all(hosts[name].is_known for name in names)  # a newcomer that came once does not

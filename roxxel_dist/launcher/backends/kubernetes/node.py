@@ -51,7 +51,7 @@ class NoFirstHostError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Which host of which job this is. Raises ValueError for impossible values."""
+    """This host, and its job. Raises ValueError for impossible values."""
 
     hosts: int
     index: int
@@ -139,7 +139,7 @@ class Options(base.Options):
 
 
 class MemberBackend(LocalBackend):
-    """As `LocalBackend`, with rank 0 on another machine or where another machine reaches it.
+    """A `LocalBackend` with rank 0 on another machine or where another machine reaches it.
 
     Args:
         address: where rank 0 is for the ranks of this machine: an address of its own, or a name.

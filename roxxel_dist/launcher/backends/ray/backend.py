@@ -97,7 +97,7 @@ class RayBackend(base.Backend):
                     process.leave(max(0.0, end - time.monotonic()))
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
-        """What `start` runs on the node."""
+        """The command that `start` runs on the node."""
         return python_words(self.python, module, *words)
 
     def start(self, host: str, module: str, *words: str) -> RayProcess:
