@@ -87,7 +87,7 @@ def doctor(words: list[str]) -> int:
 
 
 def backend_of(args: DoctorArgs) -> "Backend":
-    """What reaches the hosts. Raises ValueError for a slip."""
+    """The backend that reaches the hosts. Raises ValueError for a slip."""
     from roxxel_dist.launcher.backends.exec import ExecBackend
     from roxxel_dist.launcher.backends.hosts import hosts_of
     from roxxel_dist.launcher.backends.local import LocalBackend
@@ -113,7 +113,7 @@ def backend_of(args: DoctorArgs) -> "Backend":
 
 
 def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
-    """What hosts need for a job that does not exist yet; `command` may be empty. Raises ValueError for a slip."""
+    """What a job that does not exist yet needs of its hosts; `command` may be empty. Raises ValueError for a slip."""
     from roxxel_dist.launcher.job.program import log_dir_for
     from roxxel_dist.launcher.job.spec import JobSpec
     from roxxel_dist.launcher.preflight.checks import requirements_of

@@ -4,18 +4,15 @@ import dataclasses
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cli.words.parser import HELP, nearest, parse
+from roxxel_dist.cli.words.parser import HELP, parse
 from roxxel_dist.launcher.backends import BACKENDS
-from roxxel_dist.launcher.job.environment import is_secret
 from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.platforms import why_no_devices
 from roxxel_dist.settings.usage_errors import usage_errors
 
 if TYPE_CHECKING:
@@ -52,13 +49,13 @@ def command_of(name: str) -> Callable[[list[str]], int]:
         options = parse(kind, given, f"launch {name}")
         with usage_errors():
             _check_counts(options)
+            needs = device_needs([] if name == "k8s" and _is_in_the_image(program) else program)
         request = LaunchRequest(
             command=tuple(program),
             words=given,
             passed=passed,
-            job=lambda options, nprocs, backend: job_of(options, nprocs, program, backend),
+            device_needs=needs,
             start=start,
-            check_command=lambda: device_counts(program),
             usage_errors=usage_errors,
         )
         return options.launch(request)
@@ -129,37 +126,25 @@ def _check_counts(options: Any) -> None:
             raise UserError(f"--{field.name.replace('_', '-')} {value}: must be at most {most:,}")
 
 
-def _check_program(word: str, path: str | None) -> None:
-    """Raises UserError for a program that is not on this machine, before anything is made for the job."""
-    from roxxel_dist.launcher.host.worker import PYTHON, SUBCOMMANDS
+def _is_in_the_image(command: Sequence[str]) -> bool:
+    """Whether the config of a `train` command is no file of this machine."""
+    from roxxel_dist.launcher.job.flags import flag
 
-    if "/" in word or word in {*PYTHON, *SUBCOMMANDS} or word.endswith(".py") or shutil.which(word, path=path):
-        return
-    near = nearest(word, [*SUBCOMMANDS])
-    hint = f"did you mean {near!r}?" if near else "check the first word after `--`, or give its full path"
-    raise UserError(f"program not found: {word!r}; {hint}")
+    config = flag(command, "config")
+    return config is not None and not os.path.exists(config)
 
 
-def device_counts(command: Sequence[str]) -> dict[str, DeviceNeeds]:
-    """What a `train` command asks of the number of devices, by the fields of `JobSpec`; nothing for another program.
+def device_needs(command: Sequence[str]) -> DeviceNeeds:
+    """The demands of a `train` command on the number of devices; nothing for another program.
 
     Asked once, at the launch: the file of the config may be another one an hour later. Raises ValueError for words, or
     a config that they name, that cannot be used.
     """
     if list(command[:1]) != ["train"]:
-        return {}
+        return DeviceNeeds()
     from roxxel_dist.cli.words.arguments import parse_train
 
-    return {"device_needs": parse_train(list(command[1:]))[1].device_needs}
-
-
-def _warn_of_dollars(variables: Mapping[str, str], path: str) -> None:
-    """A file for a shell is no --env-from: nothing in it is expanded."""
-    if found := [name for name, value in variables.items() if DOLLAR.search(value) and not is_secret(name)]:
-        info(
-            f"warning: --env-from {path}: {found[0]}={variables[found[0]]} stays as it stands, for no shell reads the "
-            f"file; write the value itself, or use --env {found[0]} for that of this shell"
-        )
+    return parse_train(list(command[1:]))[1].device_needs
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -168,40 +153,3 @@ def check_command(command: Sequence[str]) -> None:
         from roxxel_dist.cli.words.arguments import check_training, parse_train
 
         check_training(*parse_train(list(command[1:])))
-
-
-def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
-    """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
-    from roxxel_dist.launcher.control import index
-    from roxxel_dist.launcher.job.environment import assignments, read_env_file
-    from roxxel_dist.launcher.job.limits import SCALE_ENV, Limits
-    from roxxel_dist.launcher.job.placement import placements, working_hosts
-    from roxxel_dist.launcher.job.program import log_dir_for
-    from roxxel_dist.launcher.job.spec import JobSpec, new_run_id
-
-    if options.json and not options.dry_run:
-        raise UserError("--json prints what would run: give it with --dry-run")
-    if options.env_from:
-        _warn_of_dollars(read_env_file(options.env_from), options.env_from)
-    counts = device_counts(command)
-    limits = Limits().scaled(float(os.environ.get(SCALE_ENV, "1")))
-    shared = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
-    run_id = options.run_id or new_run_id(index.knows)
-    job = JobSpec(
-        command=tuple(command),
-        nprocs=nprocs,
-        run_id=run_id,
-        log_dir=log_dir_for(tuple(command), run_id),
-        env={**(read_env_file(options.env_from) if options.env_from else {}), **assignments(options.env, os.environ)},
-        limits=limits,
-        **counts,
-        **{name: value for name, value in dataclasses.asdict(options).items() if name in shared},
-    )
-    placements(job, working_hosts(job, backend.hosts), "", backend.environment)  # the GPUs of a host must divide
-    if backend.is_local and job.log_dir.parent.is_file():
-        raise UserError(f"run_dir is {job.log_dir.parent}, a file: name a folder")
-    if backend.is_local and not options.dry_run:
-        _check_program(command[0], {**os.environ, **job.env}.get("PATH"))
-    if backend.is_local and job.program.reports_steps and (why := why_no_devices(job.jax_environment(os.environ))):
-        raise UserError(why)
-    return job

@@ -216,7 +216,7 @@ def broadcast_from_primary(name: str, value: str, limit_s: float = WAIT_LIMIT_S)
 
 
 def gather_to_primary(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> list[str]:
-    """On rank 0 every rank's `value`, in their order, once all have sent it; on the others nothing.
+    """Collect on rank 0 every rank's `value`, in their order, once all have sent it; on the others nothing.
 
     Raises:
         TimeoutError: on rank 0, a rank did not send it within `limit_s` seconds.

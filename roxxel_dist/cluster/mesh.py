@@ -56,7 +56,7 @@ def make_mesh(
 
 
 def device_type(mesh: Any = None) -> Any:
-    """What the devices of a mesh are: an object with `platform` ("cpu", "gpu", "tpu") and `device_kind`.
+    """The kind of the devices of a mesh: an object with `platform` ("cpu", "gpu", "tpu") and `device_kind`.
 
     A program is traced for its mesh, which may have other devices than this process: those of another backend of jax,
     or of a machine that is elsewhere.
@@ -176,7 +176,7 @@ def simulate_devices(count: int) -> None:
 
 
 def num_devices(mesh: Mesh) -> int:
-    """How many devices the mesh spans, on all processes."""
+    """The number of devices that the mesh spans, on all processes."""
     return mesh.size
 
 

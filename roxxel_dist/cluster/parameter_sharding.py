@@ -32,7 +32,7 @@ array costs a collective's delay in every step and saves next to nothing."""
 def parameter_sharding(
     name: str, shape: tuple[int, ...], mesh: Mesh, requested: P | None, fsdp: bool, axes: Axes | None = None
 ) -> NamedSharding:
-    """Where the array `name` lies: as its `out_sharding` requests, else by its `axes`, else by the rule (`fsdp_spec`).
+    """The sharding of the array `name`: by its `out_sharding`, else by its `axes`, else by the rule (`fsdp_spec`).
 
     Without `fsdp` no array is cut over "fsdp", and the rule cuts none at all.
 
@@ -76,7 +76,7 @@ def fsdp_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def axes_spec(shape: tuple[int, ...], mesh: Any, axes: Axes, *, fsdp: bool) -> P:
-    """What becomes of `axes` on this mesh. Small arrays stay whole, but for those of experts.
+    """The spec of `axes` on this mesh. Small arrays stay whole, but for those of experts.
 
     A dimension that "expert" or "tensor" does not divide is not cut over it. One that fsdp does not divide leaves that
     to the largest other dimension that is free and divides.

@@ -45,7 +45,7 @@ class BucketRun(BucketFolder):
         self._mirror: RunMirror | None = None
 
     def take(self) -> None:
-        """On rank 0: take the lease, so that no other process trains in the run, and fetch the newest files.
+        """Take the lease, on rank 0, so that no other process trains in the run, and fetch the newest files.
 
         Raises ValueError if another process has it; the message names that process and its last sign of life.
         """
@@ -73,7 +73,7 @@ class BucketRun(BucketFolder):
         self._mirror.start()
 
     def send_data(self) -> None:
-        """On rank 0: send the shards made from a text, before the run's config: only the config makes the run valid."""
+        """Send, on rank 0, the shards made from a text, before the run's config: only that makes the run valid."""
         self._store.delete([info.key for info in self._store.list(f"{DATA}/")])
         for path in files_below(self.folder / DATA):
             if not path.name.startswith("."):

@@ -84,5 +84,5 @@ class LostRankError(RuntimeError):
 
 
 def attempt_number() -> int:
-    """How often the job of this process was started before; 0 where there is no launcher."""
+    """The number of starts of this process's job before this one; 0 where there is no launcher."""
     return int(os.environ.get("ROXXEL_ATTEMPT") or 0)

@@ -139,7 +139,7 @@ def holder(path: Path) -> str:
 
 
 def boot_id() -> str:
-    """What the kernel calls its time since the last boot; empty where a container hides /proc/sys."""
+    """The kernel's name of its time since the last boot; empty where a container hides /proc/sys."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""

@@ -64,7 +64,7 @@ def active() -> bool:
 
 @contextlib.contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], Any], numbers: Iterable[int]) -> Iterator[None]:
-    """Within it these signals call `handler`; for the main thread."""
+    """Have these signals call `handler` within it; for the main thread."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -14,9 +14,8 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from roxxel_dist.process.exit_codes import PIPE_ENV, UserError
 
@@ -26,9 +25,8 @@ ACTIVITIES = ("", "start", "join", "compile", "restore", "step", "eval", "save",
 """What a rank can say that it does; each has its own limit in the launcher. The first says nothing, and has none."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """How far one rank is."""
+class Record(NamedTuple):
+    """The progress of one rank; in messages its values follow the number of the rank."""
 
     entered: int = 0
     """The step it entered last, from 1."""
@@ -60,7 +58,7 @@ def read(fd: int, rank: int) -> Record:
 def say_exit() -> None:
     """The program of this rank has ended well, and its process exits next, when others have come as far."""
     progress = Progress.from_env(int(os.environ.get("ROXXEL_PROCESS_ID") or 0))
-    progress.now = replace(own_record(), pid=os.getpid())
+    progress.now = own_record()._replace(pid=os.getpid())
     progress.say("exit")
 
 
@@ -108,15 +106,15 @@ class Progress:
             return cls(None, rank)
 
     def enter(self, step: int, phase: int = 0) -> None:
-        """This rank starts `step` (its done-count stays). From now on the launcher's step limit counts."""
+        """Enter `step` (the done-count stays). From now on the launcher's step limit counts."""
         self._write(entered=step, phase=phase, activity="step")
 
     def finish(self, step: int) -> None:
-        """This rank finished `step`."""
+        """Finish `step`."""
         self._write(done=step)
 
     def say(self, activity: str) -> None:
-        """This rank does something else than a step, until the next `enter` or `say`; "" ends every limit.
+        """Name something else than a step that this rank does, until the next `enter` or `say`; "" ends every limit.
 
         Raises:
             ValueError: none of `ACTIVITIES`.
@@ -127,7 +125,7 @@ class Progress:
 
     @contextlib.contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Within it this rank does `activity`; afterwards what it did before. Raises ValueError as `say` does."""
+        """Name `activity` as what this rank does within it, as `say` does; afterwards what it did before."""
         before = self.now.activity
         self.say(activity)
         try:
@@ -136,7 +134,7 @@ class Progress:
             self.say(before)
 
     def _write(self, **changes: Any) -> None:
-        before, self.now = self.now, replace(self.now, time=time.time(), **changes)
+        before, self.now = self.now, self.now._replace(time=time.time(), **changes)
         record = self.now
         if record.activity != before.activity and self.listener is not None:
             self.listener(record)

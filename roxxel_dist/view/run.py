@@ -312,8 +312,8 @@ class RankRates:
             if job.is_here and rank.host in (job.controller.host, "localhost"):
                 with suppress(OSError):
                     state = "stopped" if stat(rank.pid)[STATE] in b"Tt" else state
-            begun, since = self._first.setdefault((rank.rank, rank.pid), (rank.step, rank.moved))
-            steps, seconds = rank.step - begun, rank.moved - since
+            begun, since = self._first.setdefault((rank.rank, rank.pid), (rank.step, rank.changed_at))
+            steps, seconds = rank.step - begun, rank.changed_at - since
             ranks.append(
                 RankState(
                     rank=rank.rank,
@@ -322,12 +322,12 @@ class RankRates:
                     state=state,
                     step=rank.step,
                     behind=most - rank.step,
-                    still_s=max(0.0, now - rank.moved) if rank.moved else None,
+                    still_s=max(0.0, now - rank.changed_at) if rank.changed_at else None,
                     ms_per_step=1000 * seconds / steps if steps > 0 and seconds > 0 else None,
                 )
             )
             if seconds > 30:
-                self._first[rank.rank, rank.pid] = rank.step, rank.moved
+                self._first[rank.rank, rank.pid] = rank.step, rank.changed_at
         return tuple(ranks)
 
 

@@ -36,7 +36,7 @@ def test_what_is_told_is_what_runs(tmp_path: Path) -> None:
     text = cli(*OPTIONS, "--dry-run", *command, cwd=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["env"], "something was started"
     assert "sekrit" not in told.stdout + text.stdout
-    assert "restarts 3, step time-out adaptive; nothing was started" in text.stdout
+    assert "restarts 5, step time-out adaptive; nothing was started" in text.stdout
 
     job = json.loads(told.stdout)
     assert cli(*OPTIONS, *command, cwd=tmp_path).returncode == 0

@@ -1,5 +1,6 @@
 """The hosts of a job as a pure function of what happens: tables, and random histories by a clock that is not real."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -202,6 +203,56 @@ def test_a_newcomer_is_asked_with_the_others_at_once_and_a_host_that_was_lost_al
         looks += [one.pending.assignment.hosts] if isinstance(one.pending, events.Look) else []
     assert looks[0] == ("c",)
     assert one.starts[-1] == ("a", "b", "c")
+
+
+def looks_in(one: World, seconds: int) -> dict[str, list[float]]:
+    """When hosts are asked alone, if each answers at once."""
+    asked: dict[str, list[float]] = {}
+    for _ in range(seconds):
+        while isinstance(one.pending, events.Look | events.Warm):
+            if isinstance(one.pending, events.Look) and len(one.pending.candidates) == 1:
+                asked.setdefault(one.pending.candidates[0], []).append(one.now)
+            one.answer()
+        one.passes(1.0)
+    return asked
+
+
+def test_a_host_that_is_away_for_hours_is_asked_once_a_minute_and_at_once_when_that_can_help(tmp_path: Path) -> None:
+    one = world(tmp_path, "abcd", "abcd", min_hosts=1, hosts_from="x", max_restarts=9)
+    one.hosts |= dict.fromkeys("bcd", AWAY)
+    times = looks_in(one, 7200)["b"]
+    waits = [later - before for before, later in itertools.pairwise(times)]
+    assert max(waits[:5]) <= 8, "a host that starts anew is not kept waiting"
+    assert 40 <= min(waits[-50:]) <= max(waits) <= 61
+    assert len(times) < 200
+    assert len({*waits[-50:]}) > 5, "launchers that have lost the same host do not ask it together"
+    said = len(one.said)
+    looks_in(one, 300)
+    assert len(one.said) == said
+    one.hosts |= dict.fromkeys("bc", UP)
+    looks_in(one, 65)
+    assert one.starts[-1] == ("a", "b", "c"), "what kept b away kept c away too"
+    one.hosts["d"] = UP
+    one.happens(events.Asked, by="list", hosts=("a", "b", "c"))
+    one.happens(events.Asked, by="list", hosts=("a", "b", "c", "d"))
+    looks_in(one, 3)
+    assert one.starts[-1] == ("a", "b", "c", "d"), "the list says that it is back"
+
+
+@pytest.mark.parametrize("state", [AWAY, UNFIT])
+def test_a_host_may_fail_its_looks_for_weeks(state: str, tmp_path: Path) -> None:
+    """The pause is a power of the number of looks, and 2.0 ** 1024 is no number."""
+    one = world(tmp_path, "ab", min_hosts=1)
+    one.hosts["b"] = AWAY
+    one.passes(1.0)
+    one.hosts["b"] = state
+    one.fleet.move(["b"], State.LOST, failures=2000, absences=20000)
+    one.now += 400
+    one.happens(events.Tick)
+    one.answer()
+    host = one.fleet.hosts["b"]
+    assert host.state is State.UNFIT
+    assert 40 < host.due - one.now <= 300
 
 
 def test_a_host_whose_imports_fail_costs_no_restart(tmp_path: Path) -> None:

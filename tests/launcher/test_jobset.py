@@ -201,7 +201,7 @@ def outcome(told: Plain, code: int | None) -> str:
 
 def test_each_exit_code_has_the_consequence_that_the_launcher_gives_it(printed: Callable[..., str]) -> None:
     told = loaded(printed("--member", "--hosts", "2", "--image", "i", "--", "true"))
-    assert told["spec"]["failurePolicy"]["maxRestarts"] == 3
+    assert told["spec"]["failurePolicy"]["maxRestarts"] == 5
     assert outcome(told, None) == "RestartJobSetAndIgnoreMaxRestarts"
     for code in range(1, 256):
         if code in PREEMPTED:

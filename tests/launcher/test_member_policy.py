@@ -11,9 +11,11 @@ from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import host_list, inbox
 from roxxel_dist.launcher.control.host_list import HostList
 from roxxel_dist.launcher.control.inbox import Inbox
+from roxxel_dist.launcher.control.members import MemberHangs
 from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.policy.hang import Hang
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
 from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.exit_codes import UserError
@@ -84,8 +86,9 @@ def test_a_host_whose_stays_are_short_waits_before_it_joins_anew(events: str, jo
     assert stays.held(now) == ({"b"} if joins > now else set())
     assert stays.held(joins) == stays.forgiven().held(now) == set()
     assert stays.joins_at("a") == 0.0
-    longest = Stays(since={"b": now}, short={"b": 99})
-    assert longest.joins_at("b") == now + 3600
+    for times in (99, 5000):
+        longest = Stays(since={"b": now}, short={"b": times})
+        assert longest.joins_at("b") == now + 3600
 
 
 def test_a_host_that_is_asked_for_by_name_is_not_held_back() -> None:
@@ -213,3 +216,37 @@ def test_a_list_that_is_being_written_changes_nothing(
         until(lambda: not box.lists.empty(), "the next list")
         assert box.lists.get() == ["a", "b", "c", "d"]
     assert box.lists.empty()
+
+
+def test_launchers_of_one_job_find_the_hang_that_all_wait_for_by_one_look_at_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once listed the folder of all logs three times. What an earlier job with other members left is gone."""
+
+    def member(first_rank: int) -> MemberHangs:
+        return MemberHangs(
+            JobSpec(command=("true",), nprocs=2, world=8, first_rank=first_rank, run_id="r", log_dir=tmp_path / "logs"),
+            0,
+        )
+
+    def hang(rank: int, step: int, tied: int = 1) -> Hang:
+        return Hang(rank=rank, step=step, phase=1, activity="step", seconds=70.0, limit=60.0, tied=tied)
+
+    member(3).write(hang(3, 1), "of another day")
+    members = {number: member(number) for number in (0, 2, 4, 6)}
+    found = {0: hang(1, 7, 2), 2: hang(2, 6), 4: hang(4, 7), 6: hang(6, 7, 2)}
+    for number, each in members.items():
+        each.write(found[number], f"h{number}")
+    listed = []
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or real(path))
+    monkeypatch.setattr(os, "scandir", None)
+    assert {number: each.first(found[number], f"h{number}") for number, each in members.items()} == {
+        0: (found[2], "h2"),
+        2: (found[2], "h2"),
+        4: (found[2], "h2"),
+        6: (found[2], "h2"),
+    }
+    assert len(listed) == len(members)
+    (tmp_path / "logs" / ".hangs-0" / "2-6-2-1.json").unlink()
+    assert members[0].first(found[0], "h0") == (hang(1, 7, 5), "h0"), "five are tied"

@@ -66,13 +66,13 @@ def test_what_others_print_before_between_and_beside_messages_is_no_message(nois
     ("line", "words"),
     [
         (
-            b'{"n":"5e7.1","type":"lines","text":"cut o\n',
+            b'{"n":"5e7.2","type":"lines","text":"cut o\n',
             "is no message",
         ),  # another process printed in the middle of it
         (b'{"nonce":"5e7","ask":"facts","id":1}\n', "it sends back what it is sent"),
-        (b'{"n":"5e7.1","id":1}\r\n', "a terminal is in between"),
-        (b'{"n":"5e7","id":1}\n', "there is of another version .its messages are not of protocol 1.: install the same"),
-        (b'{"n":"5e7.2","id":1}\n', "is of another version"),
+        (b'{"n":"5e7.2","id":1}\r\n', "a terminal is in between"),
+        (b'{"n":"5e7","id":1}\n', "there is of another version .its messages are not of protocol 2.: install the same"),
+        (b'{"n":"5e7.1","id":1}\n', "is of another version"),
     ],
 )
 def test_a_damaged_channel_is_named(line: bytes, words: str) -> None:

@@ -210,6 +210,12 @@ def test_what_follows(attempts: list[AttemptSummary], limit: int, again: bool, c
     assert bool(decision.why) == bool(words)
 
 
+def test_restarts_that_come_to_nothing_for_hours_wait_a_minute_each() -> None:
+    """The pause is a power of their number, and 0.5 * 4 ** 512 is no float: the launcher ended with a traceback."""
+    decision = next_action([failure(None, 0)] * 600, 1000)
+    assert (decision.again, decision.wait) == (True, 60.0)
+
+
 def on(host: str, rank: int = 1, step: int = 5, **more: Any) -> AttemptSummary:
     return failure(rank, step, host=host, **more)
 
@@ -434,7 +440,7 @@ def test_ps_tells_the_processes_that_train(launch: Launch, until: Callable[..., 
     def ranks() -> list[dict[str, Any]]:
         words = [sys.executable, "-m", "roxxel_dist", "ps", "--all", "--json"]
         (entry,) = json.loads(subprocess.check_output(words, env={**os.environ, "XDG_STATE_HOME": str(tmp_path)}))
-        return [{name: value for name, value in rank.items() if name != "moved"} for rank in entry["ranks"]]
+        return [{name: value for name, value in rank.items() if name != "changed_at"} for rank in entry["ranks"]]
 
     fields = {"host": socket.gethostname()}
     expected = [{"rank": n, "pid": pids[n], "step": 5 - 5 * n, "activity": ("step", "")[n], **fields} for n in (0, 1)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.cli.launch import device_counts
+from roxxel_dist.cli.launch import device_needs
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.fleet import driver, start
 from roxxel_dist.launcher.fleet.driver import Driver, NotReadyError
@@ -110,10 +110,10 @@ def test_the_config_is_read_at_the_launch_alone(tmp_path: Path, monkeypatch: pyt
     config = tmp_path / "run.yaml"
     config.write_text("phases: [{steps: 2, batch_size: 6, seq_len: 9}]\ntensor_devices: 4")
     command = ("train", "--config", str(config), "--data_path", "data")
-    counts = device_counts(command)
-    assert counts == {"device_needs": DeviceNeeds(tensor=4)}
+    needs = device_needs(command)
+    assert needs == DeviceNeeds(tensor=4)
     config.unlink()
-    train = {"command": command, **counts, "host_timeout": 0}
+    train = {"command": command, "device_needs": needs, "host_timeout": 0}
     assert select(tmp_path, monkeypatch, {"a"}, 1, spare_hosts=2, **train) == [("a", "b"), ("b", "c")]
     less = select(tmp_path, monkeypatch, {"a"}, 1, nprocs=8, min_hosts=1, **train)
     assert less == [("a", "b", "c", "d"), ("b", "c")], "of 6 devices on three hosts, 4 work"
@@ -146,7 +146,7 @@ def test_hosts_that_are_left_work_as_far_as_the_trainer_can_use_them(
     phases = ", ".join(f"{{steps: 2, batch_size: {count}, seq_len: 33}}" for count in rows)
     command = ("train", *words, "--phases", f"[{phases}]", "--data_path", "data")
     job: dict[str, Any] = {"command": command, "nprocs": 8, "min_hosts": 1, "host_timeout": 0}
-    job |= device_counts(command)
+    job["device_needs"] = device_needs(command)
     assert select(tmp_path, monkeypatch, present, 1, **job)[-1] == chosen
 
 

@@ -139,7 +139,7 @@ def test_the_signal_before_the_time_limit_queues_the_job_again(desk: Callable[[]
     assert "PENDING" in seen
     assert attached.communicate(timeout=60)[0].count(b"# 20") == 2, "it goes on over a requeue"
     assert attached.returncode == 0
-    assert "job 1 is queued again (requeue 1 of 100)" in two.log()
+    assert "job 1 is queued again (requeue 1 of 10)" in two.log()
     (logs,) = two.folder.glob("runs/run_first/logs")
     text = (logs / "rank-1.log").read_text()
     assert "attempt 0 of 2 on h2" in text
@@ -174,7 +174,7 @@ def test_a_preemption_with_a_grace_time_is_a_request_at_its_begin(desk: Callable
     log = here.log()
     assert re.search(r"SIGTERM at h\d: the ranks get 1[0-5](\.\d)? s to save and exit", log), log
     assert "every rank saved and exited (42)" in log
-    assert f"job {job} is queued again (requeue 1 of 100)" in log
+    assert f"job {job} is queued again (requeue 1 of 10)" in log
 
 
 @pytest.mark.cluster

@@ -5,17 +5,22 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.backends.slurm.allocation import Allocation, current_allocation, requeue
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, left_of, step_environment
 from roxxel_dist.launcher.backends.slurm.launch import Options, hide_secrets, script
+from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.supervisor import JobResult
+from roxxel_dist.launcher.job.spec import JobSpec
 
 ROOT = Path(__file__).parent.parent.parent
 TEMPLATE = ROOT / "launch" / "train.sbatch"
@@ -222,7 +227,7 @@ TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 
 
 @pytest.mark.parametrize(
-    ("result", "state", "restarts", "asked", "words"),
+    ("result", "state", "before", "asked", "words"),
     [
         (JobResult(code=0), "RUNNING", 0, False, ""),
         (JobResult(code=1), "RUNNING", 0, False, ""),
@@ -241,23 +246,42 @@ TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
         (JobResult(code=69), "RUNNING", 0, False, ""),
     ],
 )
-def test_when_a_job_is_queued_again(result: JobResult, state: str, restarts: int, asked: bool, words: str) -> None:
-    inside = Allocation(job_id="7", nodelist="n1", batch=True, restarts=restarts, node="n1")
-    told = requeue(result, inside, 3, state)
+def test_when_a_job_is_queued_again(result: JobResult, state: str, before: int, asked: bool, words: str) -> None:
+    inside = Allocation(job_id="7", nodelist="n1", batch=True, restarts=50, node="n1")
+    told = requeue(result, inside, 3, state, before=before)
     assert told.again is asked
     assert words in told.why
     assert bool(words) == bool(told.why)
 
 
+def test_requeues_are_counted_since_the_job_came_to_a_new_step(tmp_path: Path) -> None:
+    """A count of its life ended a job after a hundred time limits, however far it had come."""
+    job = JobSpec(command=("true",), nprocs=1, run_id="7", log_dir=tmp_path)
+
+    def start(step: int, seconds: float = 0.0, *, counts: bool = True, slurm_job: str = "7") -> int:
+        """Requeues in a row before the end of a start that came to a step."""
+        with JobRecorder(job, LocalBackend(), slurm_job=slurm_job) as recorder:
+            recorder.entry = replace(recorder.entry, begun=time.time() - seconds)
+            recorder.update(state="running", step=step)
+            before = recorder.requeues(counts=counts)
+            recorder.update(requeues=before + 1)
+            recorder.queue_again(42)
+        return before
+
+    assert [start(step) for step in (10, 20, 20, 15, 0, 20, 21, 0)] == [0, 0, 1, 2, 3, 4, 0, 1]
+    assert [start(0, 3700.0), start(0, 3700.0, counts=False), start(0, counts=False)] == [2, 0, 1]
+    assert start(0, slurm_job="8") == 0, "another job in the same run directory"
+
+
 def test_slurms_own_requeue_is_said_to_be_one() -> None:
     inside = Allocation(job_id="7", nodelist="n1", batch=True, restarts=0, node="n1")
-    told = requeue(JobResult(code=42, requested=TERM), inside, 3, "COMPLETING", in_queue=True)
+    told = requeue(JobResult(code=42, requested=TERM), inside, 3, "COMPLETING", before=0, in_queue=True)
     assert (told.again, told.why) == (False, "SLURM asked it to end, and has queued job 7 again")
 
 
 def test_an_interactive_job_is_never_queued_again() -> None:
     inside = Allocation(job_id="7", nodelist="n1", batch=False, restarts=0, node="")
-    assert not requeue(JobResult(code=42, requested=TERM), inside, 3, "RUNNING").again
+    assert not requeue(JobResult(code=42, requested=TERM), inside, 3, "RUNNING", before=0).again
 
 
 @pytest.mark.parametrize(

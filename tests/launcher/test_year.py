@@ -178,7 +178,9 @@ HISTORIES_OF_OTHERS = {
     "504 B200s: three hosts of 63 were half of the exclusions": (
         8, 2, {}, {}, every(9000.0, "crash", 1, days=1.0), None, 2, 0.9,
     ),
-    "pytorch/pytorch#60910: a start that fails is repeated": (4, 0, {}, {"bug": 0, "bug_rank": None}, [], 75, 4, 0.0),
+    "pytorch/pytorch#60910: a start that fails is repeated": (
+        4, 0, {"max_restarts": 3}, {"bug": 0, "bug_rank": None}, [], 75, 4, 0.0,
+    ),
     "ray-project/ray#41285: preemptions use up max_failures": (
         4, 1, {}, {}, every(DAY_S, "preempted", 3), None, 60, 0.97,
     ),

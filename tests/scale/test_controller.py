@@ -42,15 +42,19 @@ def test_a_kill_is_ordered_again_only_for_an_earlier_moment(tmp_path: Path) -> N
 
 
 def report_cost(folder: Path, *, alone: bool) -> Callable[[int], float]:
-    """CPU seconds of the controller for the reports of all hosts of a job, which come alone, or all together."""
+    """CPU seconds of the controller for the reports of all hosts of a job, which come alone, or all together: the least
+    of some steps."""
+
+    def cost_of_step(job: PretendedJob, hosts: int, step: int) -> float:
+        spent = 0.0
+        for host in range(hosts):
+            job.report(host, step)
+            spent += cpu_of(job.turn) if alone else 0.0
+        return spent if alone else cpu_of(job.turn)
 
     def cost(hosts: int) -> float:
         with PretendedJob(hosts, RANKS, folder) as job:
-            spent = 0.0
-            for host in range(hosts):
-                job.report(host, 2)
-                spent += cpu_of(job.turn) if alone else 0.0
-            return spent if alone else cpu_of(job.turn)
+            return min(cost_of_step(job, hosts, step) for step in range(2, 7))
 
     return cost
 
@@ -59,14 +63,16 @@ def report_cost(folder: Path, *, alone: bool) -> Callable[[int], float]:
 @pytest.mark.parametrize("alone", [True, False])
 def test_reports_cost_as_much_as_there_are(sizes: tuple[int, int], alone: bool, tmp_path: Path) -> None:
     """A message once cost a pass over all hosts, and one over all ranks."""
-    assert exponent(report_cost(tmp_path, alone=alone), *sizes) < LINEAR
+    assert exponent(report_cost(tmp_path, alone=alone), *sizes) <= LINEAR
 
 
 @pytest.mark.long
 def test_a_thousand_hosts_report_in_a_quarter_of_the_time_that_there_is(tmp_path: Path) -> None:
     """No limit of time but the one that decides: reports that come faster than they are read pile up."""
-    cost = report_cost(tmp_path, alone=True)
-    assert min(cost(1000) for _ in range(3)) < 0.5, "a controller cannot keep up with the reports of half a second"
+    with PretendedJob(1000, RANKS, tmp_path) as job:
+        shares = [job.cpu_share(2.0) for _ in range(4)]
+    print("CPU seconds a second:", *(f"{share:.3f}" for share in shares))
+    assert min(shares) <= 0.25, shares
 
 
 def test_an_agent_reads_the_records_of_its_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +92,7 @@ def test_the_record_of_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     with PretendedJob(4, RANKS, tmp_path) as job:
         job.report(3, 9)
         job.turn()
-        ranks = tuple(process for _, process in sorted(job.attempt._running.items()))
+        ranks = job.attempt._processes()
         job.recorder.update(ranks=ranks, state="stopping")
         saved = record.read(tmp_path / "logs" / "launcher.json")
         assert saved is not None

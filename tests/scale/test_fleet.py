@@ -51,4 +51,4 @@ def lose_half(count: int) -> None:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("act", [join, lose_half])
 def test_the_rules_cost_as_much_as_there_are_hosts(act, sizes: tuple[int, int]) -> None:
-    assert exponent(lambda count: cpu_of(partial(act, count)), *sizes) < LINEAR
+    assert exponent(lambda count: cpu_of(partial(act, count)), *sizes) <= LINEAR

@@ -1,20 +1,25 @@
 """A controller's own loop, with agents that are pretended: each is three pipes, and says what a test has it say."""
 
+import contextlib
 import fcntl
 import gc
+import itertools
 import json
 import os
 import resource
+import select
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from math import log
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf, log
 from pathlib import Path
 from typing import Any, cast
 
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.recorder import JobRecorder
-from roxxel_dist.launcher.host.protocol import encode
+from roxxel_dist.launcher.host.protocol import Message, encode
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import placements
@@ -28,14 +33,24 @@ from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.process.progress import Record
 
 NEVER_S = 1e6
-LINEAR = 1.5
-"""The largest exponent of a linear cost: 1.15, and what caches do to CPU time. A pass over all for each has about 2."""
+LINEAR = 1.15
+"""The largest exponent of a linear cost: what caches do to CPU time is in it. A pass over all for each has about 2."""
 
 
-def exponent(cost: Callable[[int], float], small: int, large: int, times: int = 3) -> float:
-    """By which power of a number a cost grows, from the least of some measurements of each."""
-    few, many = (min(cost(number) for _ in range(times)) for number in (small, large))
-    return log(many / few) / log(large / small)
+def exponent(cost: Callable[[int], float], small: int, large: int, *, log_too: bool = False) -> float:
+    """By which power of a number n a cost grows; `log_too`: that of what is left of it beside log n.
+
+    From the least of some measurements of each, which take turns: what else runs on the machine can only add to one.
+    Where that is above `LINEAR`, there are more of them.
+    """
+    least, found = {small: inf, large: inf}, inf
+    for turns in range(1, 16):
+        least = {number: min(before, cost(number)) for number, before in least.items()}
+        found = log(least[large] / least[small]) / log(large / small)
+        found -= log(log(large) / log(small)) / log(large / small) if log_too else 0.0
+        if turns >= 4 and found <= LINEAR:
+            break
+    return found
 
 
 def cpu_of(act: Callable[[], object]) -> float:
@@ -47,6 +62,26 @@ def cpu_of(act: Callable[[], object]) -> float:
         return time.thread_time() - begun
     finally:
         gc.enable()
+
+
+def report_of(ranks: Iterable[int], step: int) -> Message:
+    """What an agent says whose ranks have come to a step."""
+    record = Record(step, step - 1, time.time(), 1, "step", 1)
+    return {"type": "progress", "records": [[rank, *record] for rank in ranks], "echo": time.monotonic()}
+
+
+def report_for_ever(hosts: Sequence[tuple[int, int, str]], ranks: int) -> None:
+    """Report a new step of each host twice a second, until stdin ends; hosts are (output, orders, nonce)."""
+    begun = time.monotonic()
+    for turn in itertools.count():
+        left_s = begun + turn / (2 * len(hosts)) - time.monotonic()
+        if select.select([0], [], [], max(0.0, left_s))[0]:
+            return
+        number = turn % len(hosts)
+        output, orders, nonce = hosts[number]
+        os.write(output, encode(report_of(range(number * ranks, (number + 1) * ranks), 2 + turn // len(hosts)), nonce))
+        with contextlib.suppress(BlockingIOError):
+            os.read(orders, 1 << 16)
 
 
 class _Process:
@@ -159,7 +194,7 @@ class PretendedJob:
     def say(self, host: int, *messages: Mapping[str, Any]) -> None:
         """Have an agent send messages."""
         link = self.pool.connect(self.backend.hosts[host])
-        data = b"".join(encode({"n": f"{link.nonce}.1", **message}) for message in messages)
+        data = b"".join(encode(message, link.nonce) for message in messages)
         output = self.backend.processes[link.host].output
         if len(data) > 1 << 15:
             fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, 1 << 20)
@@ -167,16 +202,31 @@ class PretendedJob:
 
     def report(self, host: int, step: int) -> None:
         """Have an agent tell that all of its ranks are in a step."""
-        record = {"entered": step, "done": step - 1, "time": time.time(), "phase": 1, "activity": "step", "pid": 1}
-        records = [[rank, record] for rank in self.ranks_of(host)]
-        self.say(host, {"type": "progress", "records": records, "echo": time.monotonic()})
+        self.say(host, report_of(self.ranks_of(host), step))
 
-    def turn(self) -> None:
+    def turn(self, wait_s: float = 0.0) -> None:
         """Let the controller take what has come, as its loop does."""
-        for link, event in self.pool.events(0.0):
+        for link, event in self.pool.events(wait_s):
             if link is not None and event is not None:
                 self.attempt._on_event(link, event)
         self.attempt._on_clock(time.monotonic())
+
+    def cpu_share(self, seconds: float) -> float:
+        """CPU seconds a second of this process, with its heartbeats and the record of the job, while each host reports
+        a new step of each of its ranks twice a second, one host after the other: another process has them do so."""
+        processes = self.backend.processes.items()
+        hosts = [(process.output, process.orders, self.pool.connect(host).nonce) for host, process in processes]
+        fds = [fd for host in hosts for fd in host[:2]]
+        with subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True, pass_fds=fds) as others:
+            assert others.stdin is not None
+            others.stdin.write(json.dumps({"hosts": hosts, "ranks": self.ranks}) + "\n")
+            others.stdin.flush()
+            begun, cpu = time.monotonic() + 1.5, 0.0  # they start meanwhile
+            for until in (begun, begun + seconds):
+                cpu = time.process_time()
+                while (now := time.monotonic()) < until:
+                    self.turn(max(0.0, min(self.attempt._check_at, until) - now))
+            return (time.process_time() - cpu) / seconds
 
     def orders(self) -> Counter[str]:
         """The orders that the controller has sent since the last look, by their kind."""
@@ -190,3 +240,7 @@ class PretendedJob:
                 pass
             found.update(json.loads(line)["type"] for line in data.splitlines())
         return found
+
+
+if __name__ == "__main__":
+    report_for_ever(**json.loads(sys.stdin.readline()))

@@ -50,7 +50,8 @@ def record(folder, **more):
     """The record of a job of two ranks, of which one waits."""
     moved = time.time() - 30
     ranks = tuple(
-        RankProcess(rank=rank, host=f"h{rank}", pid=1, step=7 - rank, activity="step", moved=moved) for rank in (0, 1)
+        RankProcess(rank=rank, host=f"h{rank}", pid=1, step=7 - rank, activity="step", changed_at=moved)
+        for rank in (0, 1)
     )
     return JobRecord(
         run_id="night",

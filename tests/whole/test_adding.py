@@ -16,7 +16,7 @@ BACKEND = '''
 from dataclasses import dataclass
 from typing import ClassVar
 
-from roxxel_dist.launcher.job import backend as base
+from roxxel_dist.launcher.control.new_job import BackendOptions
 from roxxel_dist.launcher.backends.local import LocalBackend
 
 
@@ -25,7 +25,7 @@ class Added(LocalBackend):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.BackendOptions):
+class Options(BackendOptions):
     """Start a program in an added way: `launch added [options] -- CMD…`."""
 
     example: ClassVar[str] = "--pairs 2"

@@ -107,7 +107,7 @@ class Flag:
 
     @property
     def count(self) -> int | None:
-        """How many words a tuple holds; None for any number, or where it is none."""
+        """The number of words of a tuple; None for any number, or where it is none."""
         inner = get_args(self.hint) if get_origin(self.hint) is tuple else (...,)
         return None if ... in inner else len(inner)
 

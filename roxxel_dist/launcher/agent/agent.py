@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -368,7 +367,7 @@ class Agent:
             rank.tree.ask_to_stop()
 
     def _report(self) -> None:
-        """Tell how far the ranks are that have moved; and that this agent lives, where none has."""
+        """Tell how far the ranks are whose records have changed; and that this agent lives, where none has."""
         self._report_at = time.monotonic() + self._limits.report_s
         try:
             beat(self._heartbeat)
@@ -380,13 +379,13 @@ class Agent:
         self._keepers = [pid for pid in self._keepers if os.waitpid(pid, os.WNOHANG)[0] == 0]
         if self._lease is not None:
             self._lease.check(clock() - self._last_received, clock())
-        moved = []
+        records = []
         for rank in self._alive():
             record = progress.read(self._progress, rank.number)
             if record != rank.reported:
                 rank.reported = record
-                moved.append((rank.number, asdict(record)))
-        self._outbox.send({"type": "progress", "records": moved, "echo": self._echo})
+                records.append((rank.number, *record))
+        self._outbox.send({"type": "progress", "records": records, "echo": self._echo})
         if self._new_code:
             self._outbox.send({"type": "code", "files": self._new_code})
             self._new_code.clear()

@@ -34,7 +34,7 @@ def why_not_started(error: OSError) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What a rank runs."""
+    """The program of a rank, and its variables."""
 
     command: Sequence[str]
     env: Mapping[str, str]

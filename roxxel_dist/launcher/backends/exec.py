@@ -19,6 +19,7 @@ from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_
 from roxxel_dist.launcher.backends.kubernetes.node import VARIABLES, flags_from_environment
 from roxxel_dist.launcher.backends.ssh import BOOTING, REFUSAL
 from roxxel_dist.launcher.backends.ssh import HINTS as SSH_HINTS
+from roxxel_dist.launcher.control.new_job import BackendOptions, job_of
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words, shell_text
 from roxxel_dist.launcher.transport.near_end import start_near
@@ -150,7 +151,7 @@ def via_words(via: str) -> list[str]:
 
 
 def restarts_of(attempt: int | None, environment: Mapping[str, str]) -> int:
-    """How often the job was started before: by the flag, or by ROXXEL_RESTARTS. Raises ValueError for no number."""
+    """The number of earlier starts of the job: by the flag, or by ROXXEL_RESTARTS. Raises ValueError for no number."""
     given = {name: value for name, value in environment.items() if name in VARIABLES["attempt"]}
     restarts = int(flags_from_environment({"attempt": attempt}, given)["attempt"] or 0)
     if restarts < 0:
@@ -159,7 +160,7 @@ def restarts_of(attempt: int | None, environment: Mapping[str, str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.BackendOptions, NamedHosts):
+class Options(BackendOptions, NamedHosts):
     """Start a program on many hosts, by any command that runs programs there: `launch exec --hosts a,b --via 'COMMAND
     {host}' [options] -- CMD…`.
 
@@ -187,5 +188,6 @@ class Options(base.BackendOptions, NamedHosts):
         """Start the ranks, which resume where the job was started before."""
         with request.usage_errors():
             restarts = restarts_of(self.attempt, os.environ)
-        again = replace(request, job=lambda *given: replace(request.job(*given), first_attempt=restarts))
-        return super().launch(again)
+            backend, nprocs = self.backend()
+            job = replace(job_of(self, request, nprocs, backend), first_attempt=restarts)
+        return request.start(self, job, backend)

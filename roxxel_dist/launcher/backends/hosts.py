@@ -89,7 +89,7 @@ Named = TypeVar("Named", bound=NamedBackend)
 
 @dataclass(frozen=True, kw_only=True)
 class NamedHosts(MemberOptions, HostOptions):
-    """Which hosts, by their names, and what is there."""
+    """Flags for hosts by their names, and for what is there."""
 
     hosts: str | None = None
     """Names of the hosts, separated by commas: a,b,c. The first one has rank 0."""

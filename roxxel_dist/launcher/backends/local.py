@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from roxxel_dist.launcher.control.new_job import BackendOptions
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
 
@@ -25,7 +26,7 @@ class LocalBackend(base.Backend):
         return os.environ
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
-        """What `start` runs."""
+        """The command that `start` runs."""
         return python_words(self.python, module, *words)
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
@@ -40,7 +41,7 @@ class LocalBackend(base.Backend):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.BackendOptions):
+class Options(BackendOptions):
     """Start a program as many processes on this machine: `launch local [options] -- CMD…`.
 
     CMD is `train …` (which stands for `roxxel-dist train …`), a Python script, or any program.

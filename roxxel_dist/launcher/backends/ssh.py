@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_hosts
+from roxxel_dist.launcher.control.new_job import BackendOptions
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words, shell_text
 from roxxel_dist.launcher.transport.near_end import start_near
@@ -121,7 +122,7 @@ def _version() -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.BackendOptions, NamedHosts):
+class Options(BackendOptions, NamedHosts):
     """Start a program on many hosts, over OpenSSH: `launch ssh --hosts a,b [options] -- CMD…`.
 
     It asks nothing: keys must work without a passphrase (or by an ssh-agent), and hosts must be in known_hosts. Each

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from roxxel_dist.launcher.control.members import MemberHangs
 from roxxel_dist.launcher.control.record import RankProcess
@@ -80,6 +81,27 @@ class StackDump:
         return not self.hosts_left and self.listening - self.stopped <= self.stacks.keys()
 
 
+@dataclass(eq=False, kw_only=True, slots=True)
+class RunningRank:
+    """A rank that has been started and has not ended; as `RankProcess`, which is written once a second."""
+
+    host: str
+    pid: int
+    record: Record = field(default_factory=Record)
+    changed_at: float = 0.0
+
+    def process(self, rank: int) -> RankProcess:
+        """The entry of the job's record about it."""
+        return RankProcess(
+            rank=rank,
+            host=self.host,
+            pid=self.record.pid or self.pid,
+            step=self.record.entered,
+            activity=self.record.activity,
+            changed_at=self.changed_at,
+        )
+
+
 @dataclass(kw_only=True)
 class Attempt:
     """The state machine of one attempt."""
@@ -109,7 +131,7 @@ class Attempt:
     _deadline: float | None = None
     _check_at: float = 0.0
     _dump: StackDump | None = None
-    _running: dict[int, RankProcess] = field(default_factory=dict)
+    _running: dict[int, RunningRank] = field(default_factory=dict)
     members: MemberHangs | None = None
     """Where other hosts have launchers of their own."""
     _silent_since: float | None = None
@@ -145,6 +167,8 @@ class Attempt:
 
     def _on_event(self, host: HostConnection, event: Message | HostLost | str) -> None:
         match event:
+            case {"type": "progress", "records": records}:  # first: most are of this kind, and cases are tried in order
+                self._on_progress(records)
             case HostLost():
                 self._on_lost(host, event)
             case str() | {"type": "note"}:
@@ -152,7 +176,7 @@ class Attempt:
             case {"type": "lines", "rank": rank, "time": when, "text": text}:
                 self._on_lines(host, rank, when, text.split("\n"))
             case {"type": "started", "rank": rank, "pid": pid}:
-                self._running[rank] = RankProcess(rank=rank, host=host.host, pid=pid, step=0)
+                self._running[rank] = RunningRank(host=host.host, pid=pid)
             case {"type": "signal", "number": number}:
                 self._on_host_signal(host.host, number)
             case {"type": "saved", "step": step}:
@@ -160,8 +184,6 @@ class Attempt:
                 self._change_hosts()
             case {"type": "status", "rank": rank, "record": record}:
                 self.console.status(rank, record)
-            case {"type": "progress", "records": records}:
-                self._on_progress({rank: Record(**values) for rank, values in records})
             case {"type": "code", "files": files}:
                 self._on_code(host, files)
             case {"type": "dumped", **values} if self._dump is not None:
@@ -193,23 +215,19 @@ class Attempt:
             self._running.pop(rank, None)
         self.pool.kill()
 
-    def _on_progress(self, records: Mapping[int, Record]) -> None:
-        now, when = time.monotonic(), time.time()
-        for rank, record in records.items():
-            self._detector.observe(rank, record, now)
-            if (before := self._running.get(rank)) is not None:
-                still = (before.step, before.activity) == (record.entered, record.activity)
-                self._running[rank] = RankProcess(
-                    rank=rank,
-                    host=before.host,
-                    pid=record.pid or before.pid,
-                    step=record.entered,
-                    activity=record.activity,
-                    moved=before.moved if still else when,
-                )
+    def _on_progress(self, records: Sequence[Sequence[Any]]) -> None:
+        now, when, reached = time.monotonic(), time.time(), self._result.reached
+        for rank, *values in records:
+            record = Record(*values)
+            is_new = self._detector.observe(rank, record, now)
+            if (running := self._running.get(rank)) is not None:
+                running.record = record
+                if is_new:
+                    running.changed_at = when
             if record.activity == "exit":
                 self._start_exit_timeout()
-            self._result.reached = max(self._result.reached, record.entered)
+            reached = max(reached, record.entered)
+        self._result.reached = reached
 
     def _on_code(self, host: HostConnection, files: Sequence[tuple[int, str, str, str]]) -> None:
         """End a start in which ranks run different sources; later it would cost more than it is worth."""
@@ -312,12 +330,15 @@ class Attempt:
 
     def _note_progress(self, now: float) -> None:
         """Keep the record of the job, and look at what others have found meanwhile."""
-        ranks = tuple(process for _, process in sorted(self._running.items()))
-        state = "running" if self._result.requested is None else "stopping"
-        self.recorder.update(step=self._result.reached, ranks=ranks, state=state)
+        self.recorder.note_progress(
+            "running" if self._result.requested is None else "stopping", self._result.reached, self._processes
+        )
         if self.fleet is not None:
             self.fleet.tick()
         self._change_hosts(joins_too=not self.job.grow_at_checkpoint)
+
+    def _processes(self) -> tuple[RankProcess, ...]:
+        return tuple(running.process(rank) for rank, running in sorted(self._running.items()))
 
     def _check_for_a_hang(self, now: float) -> None:
         if self._result.hang is not None or self._is_ending() or self.pool.silence(now) > self.job.limits.common_s:
@@ -393,14 +414,14 @@ class Attempt:
         """The time to end is over: kill the ranks that stay."""
         self._result.stayed = [
             LateRank(
-                rank=rank,
+                rank=process.rank,
                 host=process.host,
                 pid=process.pid,
                 step=process.step,
                 exits=process.activity == "exit",
-                stack=tuple(dump.stacks.get(rank, ())),
+                stack=tuple(dump.stacks.get(process.rank, ())),
             )
-            for rank, process in sorted(self._running.items())
+            for process in self._processes()
         ]
         self.pool.kill()
 

@@ -47,13 +47,13 @@ class RankProcess:
     """The step it has entered; 0 before the first."""
     activity: str = ""
     """Its reported activity: "step", "compile", "save" and so on; "" if it reports none."""
-    moved: float = 0.0
-    """When the launcher saw `step` or `activity` change last, in seconds since 1970."""
+    changed_at: float = 0.0
+    """When the launcher saw `step` or `activity` change last, in seconds since 1970; 0 where neither has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """That an attempt ended and another one followed."""
+    """An attempt that ended, and another one that followed."""
 
     attempt: int
     """The one that ended."""
@@ -71,7 +71,7 @@ KEPT_RESTARTS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What is known of one job. Times are seconds since 1970."""
+    """One job, as far as it is known. Times are seconds since 1970."""
 
     run_id: str
     controller: Process
@@ -102,6 +102,10 @@ class JobRecord:
     """The number of its SLURM job."""
     slurm_cluster: str = ""
     """The cluster that has it, where sbatch named one (--clusters)."""
+    furthest: int = 0
+    """The largest step that an earlier start of the SLURM job entered."""
+    requeues: int = 0
+    """How often SLURM was asked to queue the job again, in a row without a step beyond that."""
     queue_reason: str = ""
     """Why SLURM has not started a queued job, in its word: Priority, PartitionDown, JobHeldUser …; "" if not asked."""
     ran: bool = False
@@ -122,7 +126,7 @@ class JobRecord:
         return Path(self.log_dir, f"launcher-{self.first_rank}.json" if self.first_rank else "launcher.json")
 
     def now(self) -> "JobRecord":
-        """As `read`; the record as it was where its file is gone."""
+        """Read the record again; as it was where its file is gone."""
         return read(self.path) or self
 
     @property
@@ -146,7 +150,7 @@ class JobRecord:
         return self.is_over or self.is_queued or self.is_here or is_held(lock_of(self.path), unknown=False)
 
     def line(self, command: str) -> str:
-        """What a person types, here, for `command` of this job."""
+        """The line that a person types, here, for `command` of this job."""
         there = () if self.is_here else ("ssh", self.controller.host)
         return shlex.join([*there, "roxxel-dist", command, self.run_id if self.is_here else self.run_dir])
 

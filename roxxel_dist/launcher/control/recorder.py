@@ -15,6 +15,7 @@ from roxxel_dist.launcher.control.record import (
     JobRecord,
     RankProcess,
     Restart,
+    State,
     lock_of,
     read,
     this_process,
@@ -25,6 +26,7 @@ from roxxel_dist.launcher.job.claims import state_dir
 from roxxel_dist.launcher.job.environment import masked_words
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.policy.restart import LONG_S
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.file_lock import release_lock, take_lock
@@ -88,8 +90,13 @@ class JobRecorder:
             self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
             with contextlib.suppress(FileNotFoundError, ValueError):
                 before = read(path)
-                if before and before.slurm_job == self.entry.slurm_job:  # only who submits it learns the cluster
-                    self.entry = replace(self.entry, slurm_cluster=before.slurm_cluster)
+                if before and before.slurm_job == self.entry.slurm_job != "":
+                    self.entry = replace(
+                        self.entry,
+                        slurm_cluster=before.slurm_cluster,  # only who submits it learns it
+                        furthest=max(before.furthest, before.step),
+                        requeues=before.requeues,
+                    )
                 self._before = None if before and before.is_queued else path.read_text(encoding="utf-8")
         except OSError as error:
             self._unusable = error  # preflight reports it
@@ -143,6 +150,11 @@ class JobRecorder:
             for made in self._made:
                 made.rmdir()
 
+    def note_progress(self, state: State, step: int, ranks: Callable[[], tuple[RankProcess, ...]]) -> None:
+        """Write how the ranks go, once a second at most, or where the state is another one; `ranks` is called then."""
+        if state != self.entry.state or time.monotonic() >= self._wrote + WRITE_S:
+            self.update(step=step, ranks=ranks(), state=state)
+
     def update(self, *, step: int = 0, ranks: tuple[RankProcess, ...] | None = None, **changes: Any) -> None:
         """Note changed fields of the record: steps and ranks are written once a second at most, the rest at once.
 
@@ -194,6 +206,13 @@ class JobRecorder:
     def queue_again(self, code: int) -> None:
         """The job ended so, and a batch system is to start it again."""
         self.update(state="queued", code=code, ranks=())
+
+    def requeues(self, *, counts: bool) -> int:
+        """The requeues of the SLURM job in a row without a new step; where the program does not count
+        steps, without an hour in which it ran."""
+        entry = self.entry
+        is_long = not (counts or entry.step) and time.time() - entry.begun >= LONG_S
+        return 0 if entry.step > entry.furthest or is_long else entry.requeues
 
     def end(self, code: int) -> int:
         """The job is over; returns its code."""

@@ -78,7 +78,7 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
 
 
 def left_before(result: AttemptResult, failure: RankExit) -> list[str]:
-    """That ranks had ended well before one failed, which may be why: the others cannot go on without them."""
+    """The words that ranks had ended well before one failed, which may be why: the others cannot go on without them."""
     ended = []
     for end in result.exits:
         if end is failure:
@@ -91,7 +91,7 @@ def left_before(result: AttemptResult, failure: RankExit) -> list[str]:
 
 
 def saved(result: AttemptResult) -> str:
-    """How the ranks ended that were asked to save: only the code 42 says that a rank has saved."""
+    """The ends of the ranks that were asked to save: only the code 42 says that a rank has saved."""
     others = [end for end in result.exits if end.code not in OK_CODES]
     if not others:
         return f"every rank saved and exited ({EXIT_DRAINED})"
@@ -117,7 +117,7 @@ def first_words(report: Sequence[str]) -> str:
 
 
 def last_words(tail: Sequence[str]) -> Sequence[str]:
-    """Of the last lines of a rank, those that show why it ended: from its traceback on, if there is one.
+    """The lines, of the last ones of a rank, that show why it ended: from its traceback on, if there is one.
 
     The threads of jax live a moment longer than the program, and say what they lost by its end: their lines within a
     traceback are left out, and behind its exception all that follows the first of them.
@@ -163,7 +163,7 @@ def to_blame(stayed: Sequence[LateRank]) -> Sequence[LateRank]:
 
 
 def late_stacks(result: AttemptResult, logs: Logs) -> list[str]:
-    """Where the ranks that did not end in time were: of the first ones their stacks."""
+    """The places where ranks were that did not end in time: of the first ones their stacks."""
     lines: list[str] = []
     blamed = to_blame(result.stayed)
     for late in blamed[:MOST_STACKS]:

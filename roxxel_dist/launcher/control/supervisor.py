@@ -32,7 +32,7 @@ from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, OK_CODE
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
-    """How a job ended."""
+    """The end of a job."""
 
     code: int
     requested: int | None = None

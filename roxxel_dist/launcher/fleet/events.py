@@ -110,7 +110,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What people ask for: the list of hosts that is read again, or a request, which gets an `Answer`."""
+    """A request of people: the list of hosts that is read again, or a request, which gets an `Answer`."""
 
     by: Literal["list", "join", "leave"]
     hosts: tuple[str, ...]

@@ -9,16 +9,20 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
+from zlib import crc32
 
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, State
 from roxxel_dist.launcher.job.placement import Assignment
-from roxxel_dist.launcher.policy.restart import REPEAT_S
+from roxxel_dist.launcher.policy.restart import REPEAT_S, backoff
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
 LOOK_MOST_S = 300.0
 """The longest pause after looks at a host that answers and is not fit: each doubles it."""
+AWAY_MOST_S = 60.0
+"""The longest pause after looks at a host that does not answer: each makes it a tenth longer, so that a host is asked
+within a tenth of the time that it was away."""
 GROW_MOST_S = 3600.0
 """The longest pause after growths: each doubles it, so that a host that comes and goes costs little; one that has cost
 a start makes it eight times as long."""
@@ -60,7 +64,7 @@ def seek_lost(fleet: Fleet) -> None:
 
 
 def note_return(fleet: Fleet, names: Collection[str], *, failed: bool) -> None:
-    """These hosts were taken in; `failed`: the attempt with them came to nothing."""
+    """Take note that these hosts were taken in; `failed`: the attempt with them came to nothing."""
     hosts = fleet.hosts
     names = [name for name in names if name in hosts]
     comes_and_goes = not all(hosts[name].is_known for name in names)  # a newcomer that came once does not
@@ -188,7 +192,10 @@ def _judge_alone(fleet: Fleet, name: str, report: PreflightReport) -> None:
     if not report.passed or report.suspects or reasons:
         _refuse(fleet, name, reasons)
         return
-    fleet.move([name], State.FIT, passed_alone=True)
+    if fleet.hosts[name].absences:  # what kept it away may have kept others away too
+        others = [host.name for host in fleet.candidates if host.absences and host.state is State.UNFIT]
+        fleet.move(others, State.UNFIT, due=fleet.now)
+    fleet.move([name], State.FIT, passed_alone=True, absences=0)
 
 
 def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) -> None:
@@ -255,14 +262,18 @@ def _reasons(fleet: Fleet, report: PreflightReport, name: str) -> dict[str, str]
 
 def _refuse(fleet: Fleet, name: str, reasons: Mapping[str, str]) -> None:
     """A host did not pass: it is asked again, later each time if it answers."""
-    is_new, pause_s = name not in fleet.members, fleet.pause_s
+    is_new, host, pause_s = name not in fleet.members, fleet.hosts[name], fleet.pause_s
     is_away = NO_WAY.search(reasons.get("host", "")) is not None
-    failures = 0 if is_away else fleet.hosts[name].failures + 1
-    if failures:
-        pause_s = min(pause_s * 2**failures, max(pause_s, LOOK_MOST_S))
+    absences, failures = (host.absences + 1, 0) if is_away else (0, host.failures + 1)
+    if is_away:  # launchers of several jobs that have lost it do not ask together
+        pause_s = backoff(pause_s, absences - 1, max(pause_s, AWAY_MOST_S), 1.1)
+        pause_s *= 1 - crc32(f"{fleet.given.run_id} {name} {absences}".encode()) / 2**34
+    else:
+        pause_s = backoff(pause_s, failures, max(pause_s, LOOK_MOST_S))
     why = "; ".join(reasons.values())
     known = {"is_known": True} if is_new else {}
-    fleet.move([name], State.UNFIT, why=why, failures=failures, due=fleet.now + pause_s, **known)
+    looks = {"failures": failures, "absences": absences}
+    fleet.move([name], State.UNFIT, why=why, due=fleet.now + pause_s, **looks, **known)
     what = "does not join yet" if is_new else "is not used again yet"
     if is_new or not is_away:
         fleet.say(f"host {name} {what}, and is asked from time to time: {why}", name)

@@ -19,7 +19,7 @@ NUMBERS = re.compile(r"\d[\d.,]*")
 
 
 class State(Enum):
-    """What a host is to the job. Those above WORKING are no members of the job, or members that it goes on without."""
+    """The part of a host in the job. Those above WORKING are no members of it, or members that it goes on without."""
 
     HELD = "in the list, and held back, because it came and went"
     WANTED = "to be asked"
@@ -54,6 +54,8 @@ class Host:
     """Why it did not pass."""
     failures: int = 0
     """How many looks in a row it has answered and did not pass."""
+    absences: int = 0
+    """How many looks in a row it has not answered."""
     is_known: bool = False
     """Whether a look at it as a newcomer has ended."""
     passed_alone: bool = False
@@ -66,7 +68,7 @@ class Host:
 
 @dataclass(kw_only=True)
 class Search:
-    """How far the choice of hosts for a start is."""
+    """The choice of hosts for a start, as far as it is."""
 
     asked: tuple[str, ...]
     """Hosts without which the last attempt was made, and that can be used again."""
@@ -172,7 +174,7 @@ class Fleet:
 
     @property
     def least(self) -> int:
-        """So many hosts the job needs."""
+        """The number of hosts that the job needs."""
         return self.given.min_hosts or len(working_hosts(self.given, self.first))
 
     @property
@@ -188,7 +190,7 @@ class Fleet:
 
     @property
     def change(self) -> Change:
-        """What makes the hosts those that it shall have."""
+        """The change that makes the hosts those that it shall have."""
         return change_to(self.wanted_now, self.members, self.there, self.least)
 
     @property
@@ -208,7 +210,7 @@ class Fleet:
         return tuple(host.name for host in self.candidates if host.state is state)
 
     def in_order(self, hosts: Collection[str]) -> tuple[str, ...]:
-        """These members, in the order of the ranks."""
+        """Sort these members in the order of the ranks."""
         chosen = {*hosts}
         return tuple(name for name in self.members if name in chosen)
 
@@ -231,11 +233,11 @@ class Fleet:
         )
 
     def assignment_of(self, present: Sequence[str]) -> Assignment:
-        """What would start on these members."""
+        """The start that these members would make."""
         return assign(self.job_of(self.members), self.members, present, elastic=self.is_elastic)
 
     def plan(self, more: Collection[str]) -> Assignment:
-        """What would start if these hosts were there beside those that are."""
+        """The start that would be made if these hosts were there beside those that are."""
         members = self.with_members(more)
         there = {*self.there, *more}
         present = [name for name in members if name in there]

@@ -159,7 +159,9 @@ def _forget(fleet: Fleet, names: Sequence[str] | set[str]) -> None:
     """These hosts are looked at, and spoken of, as if they were new."""
     for name in names:
         if name in fleet.members:
-            fleet.move([name], fleet.hosts[name].state, failures=0, is_known=False)
+            host = fleet.hosts[name]
+            due = {"due": fleet.now} if host.state is State.UNFIT else {}
+            fleet.move([name], host.state, failures=0, absences=0, is_known=False, **due)
     fleet.drop([name for name in names if name not in fleet.members])
     fleet.unsay(*names)
 

@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from roxxel_dist.launcher.policy.restart import backoff
+
 SHORT_S = 600.0
 """A host that leaves the list sooner after it came has cost two restarts for little."""
 HOLD_S, HOLD_MOST_S = 60.0, 3600.0
@@ -79,7 +81,7 @@ class Stays:
     def joins_at(self, host: str) -> float:
         """From when on a host of the list is wanted."""
         times = self.short.get(host, 0)
-        return self.since[host] + (min(HOLD_S * 2 ** (times - 2), HOLD_MOST_S) if times > 1 else 0.0)
+        return self.since[host] + (backoff(HOLD_S, times - 2, HOLD_MOST_S) if times > 1 else 0.0)
 
     def held(self, now: float) -> frozenset[str]:
         """Hosts of the list that are held back."""

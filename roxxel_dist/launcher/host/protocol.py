@@ -7,8 +7,8 @@ To the agent:  warm (command, ranks, key, spares: for a host that is to join) ·
                alive (at) · first (port: where the first host is asked about leases) · leave
 From the agent: warm (why: no rank can run here; empty where spares are ready, or there are none) · first (port) ·
                 started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
-                progress (records: [[rank, record]], those that changed; usage: [[rank, usage]], of the same moment;
-                echo: `at` of the newest heartbeat; every half second, also where none did) · note (text, for people) ·
+                progress (records: [[rank, *record]], those that changed; echo: `at` of the newest heartbeat; every half
+                second, also where none did) · note (text, for people) ·
                 code (files: [[rank, module, path, checksum]], each content of a module once) ·
                 dumped (ranks: [[rank, state, listens]], suspects: variables that may part them) ·
                 exit (rank, pid, code, killed_by_us, step) · done
@@ -24,7 +24,7 @@ from roxxel_dist.process.exit_codes import UserError
 Message = dict[str, Any]
 NONCE = "nonce"
 """In the first order of a link: its program begins each of its messages with these letters, which no other one has."""
-PROTOCOL = 1
+PROTOCOL = 2
 """The number of these messages, behind the nonce in each of the program's. A change that the other end cannot read
 raises it."""
 LIMITS = "limits"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import IO, ClassVar, Protocol
 
 from roxxel_dist.launcher.job.spec import JobOptions, JobSpec
+from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.exit_codes import UserError
 
 
@@ -145,7 +146,7 @@ class Backend(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """A `launch NAME` command line, and the functions of the command line that every backend uses."""
+    """A `launch NAME` command line, and what its own room does for every backend."""
 
     command: tuple[str, ...]
     """The words after `--`."""
@@ -153,12 +154,10 @@ class LaunchRequest:
     """The words before it, without those that `Command.split_words` took out."""
     passed: Mapping[str, str | None]
     """The words that it took out."""
-    job: Callable[["Options", int, Backend], JobSpec]
-    """The job of these options, so many ranks and a backend. Raises ValueError for a slip of the user's."""
+    device_needs: DeviceNeeds
+    """What a `train` command asks of the number of devices, as its config was at the launch."""
     start: Callable[["Options", JobSpec, Backend], int]
     """Run the job, leave it to a detached controller (--detach), or print it (--dry-run); the exit code."""
-    check_command: Callable[[], object]
-    """Raises ValueError for words of a `train` command that cannot be used; `job` does it too."""
     usage_errors: Callable[[], AbstractContextManager[None]]
     """Within it a ValueError of this package is a message for the user, and exit code 2."""
 
@@ -204,19 +203,3 @@ class Options(JobOptions, Command):
     """Print the command of each rank, with secrets masked. Start nothing."""
     json: bool = False
     """With --dry-run: print JSON."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackendOptions(Options):
-    """The flags of a command that starts the ranks from here, on the hosts of a backend that they say all of."""
-
-    @abstractmethod
-    def backend(self) -> tuple[Backend, int]:
-        """The backend, and how many processes there are in all. Raises ValueError for a slip."""
-
-    def launch(self, request: LaunchRequest) -> int:
-        """Start the ranks."""
-        with request.usage_errors():
-            backend, nprocs = self.backend()
-            job = request.job(self, nprocs, backend)
-        return request.start(self, job, backend)

@@ -46,7 +46,7 @@ class JobOptions:
     """Simulated CPU devices of each process. Default: the devices that jax finds."""
     port: int | None = None
     """Port of the coordinator; each restart uses the next of --max-restarts + 1 ports. Default: free ports."""
-    max_restarts: int = 3
+    max_restarts: int = 5
     """Maximum restarts in a row, after infrastructure failures (a killed rank, a lost agent, a hang), without a new
     step: a new step begins the count anew. Preemptions do not count. 0: no restart."""
     restart_on: Literal["infrastructure", "any"] = "infrastructure"

@@ -61,7 +61,9 @@ class StepTimes:
 
     def add(self, phase: int, seconds: float) -> None:
         """A step that followed another one."""
-        self.usual.setdefault(phase, deque(maxlen=101)).append(seconds)
+        if (usual := self.usual.get(phase)) is None:
+            usual = self.usual[phase] = deque(maxlen=101)
+        usual.append(seconds)
 
     def add_first(self, phase: int, seconds: float) -> None:
         """The first step of a rank in an attempt, with all that it did until the next one."""
@@ -101,25 +103,31 @@ class HangDetector:
     def __post_init__(self) -> None:
         self._first = dict(self.times.first)  # of earlier attempts: in this one ranks need not be equally fast
 
-    def observe(self, rank: int, record: Record, now: float) -> None:
-        """Take in the record of a rank, as it is at `now` (seconds of any clock that only grows)."""
+    def observe(self, rank: int, record: Record, now: float) -> bool:
+        """Take in the record of a rank, as it is at `now` (seconds of any clock that only grows).
+
+        Returns whether it has entered another step, or does something else.
+        """
         before = self._seen.get(rank)
-        if record.entered or record.activity:
-            self._reporting.add(rank)
         if before is None:
+            if record.entered or record.activity:
+                self._reporting.add(rank)
             self._seen[rank] = _Seen(record, now, record if record.activity == "step" else None)
-            return
-        old = before.record
-        steps = record.entered - old.entered
-        if steps > 0 and old.activity == record.activity == "step" and old.phase == record.phase:
-            self.times.add(record.phase, max(0.0, record.time - old.time) / steps)
-        if steps > 0 and before.first is not None and before.is_in_first_step and before.first.phase == record.phase:
-            self.times.add_first(record.phase, max(0.0, record.time - before.first.time))
-        if record.activity == "step" and (before.first is None or before.first.phase != record.phase):
+            return False
+        old, first, steps, phase = before.record, before.first, record.entered - before.record.entered, record.phase
+        if steps > 0:
+            if old.activity == record.activity == "step" and old.phase == phase:
+                self.times.add(phase, max(0.0, record.time - old.time) / steps)
+            if first is not None and first.entered == old.entered and first.phase == phase:
+                self.times.add_first(phase, max(0.0, record.time - first.time))
+        if record.activity == "step" and (first is None or first.phase != phase):
             before.first = record
-        if (old.entered, old.activity) != (record.entered, record.activity):
-            before.since = now
         before.record = record
+        is_new = steps != 0 or old.activity != record.activity
+        if is_new:
+            before.since = now
+            self._reporting.add(rank)
+        return is_new
 
     def hear(self, now: float) -> None:
         """A rank has printed something: where none reports anything, it is the one sign that they go on."""

@@ -283,6 +283,11 @@ def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
     return Decision(again=True, wait=wait, why=f"preempted; restart {_when(wait)} (it counts for nothing)")
 
 
+def backoff(first_s: float, times: int, most_s: float, factor: float = 2.0) -> float:
+    """Seconds to wait: `first_s`, made longer by `factor` so many times (it may be thousands), and `most_s` at most."""
+    return min(most_s, first_s * factor ** min(times, 64))
+
+
 def _backoff(times: int) -> float:
     """Seconds to wait after so many failed attempts; none after 0."""
-    return min(BACKOFF_MOST_S, BACKOFF_S * BACKOFF_TIMES ** (times - 1)) if times else 0.0
+    return backoff(BACKOFF_S, times - 1, BACKOFF_MOST_S, BACKOFF_TIMES) if times else 0.0

@@ -6,8 +6,9 @@ So each host listens at such an address, and the others connect to it; a result 
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
@@ -199,26 +200,27 @@ def _targets(places: Sequence[Endpoint], hosts: Sequence[str]) -> dict[str, list
 def _describe(failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, port: int | None) -> list[CheckResult]:
     """A finding for each host that failures have in common, or for a pair of hosts where one alone cannot be named. A
     cause that more than `MOST_ALIKE` hosts share is one finding."""
-    causes: dict[tuple[Level, str, str], list[tuple[tuple[str, ...], str, str]]] = {}
+    causes: dict[tuple[Level, str, str], list[tuple[tuple[str, ...], str, Callable[[], str]]]] = {}
     for blamed, worst, part in _parts(failures, list(hosts)):
         lost = [one for one in part if one.size]  # it is tried in both directions, whichever of them connects
         rest = [one for one in part if not one.size]
         into = [one for one in rest if one.place.host == worst]
         for one_way in (into, [one for one in rest if one.place.host != worst]):
             if one_way:
-                check, level, text = _text(one_way, hosts, addresses, port)
-                causes.setdefault((level, check, _reason(one_way[0].why)), []).append((blamed, worst, text))
+                cause = _level(one_way, hosts), _check(one_way[0]), _reason(one_way[0].why)
+                text = partial(_text, one_way, hosts, addresses, port)  # of a cause of many hosts one is made
+                causes.setdefault(cause, []).append((blamed, worst, text))
         if lost:
             cause = _level(lost, hosts), _check(lost[0]), f"size {lost[0].size}"
-            causes.setdefault(cause, []).append((blamed, worst, _text_of_lost(worst, lost)))
+            causes.setdefault(cause, []).append((blamed, worst, partial(_text_of_lost, worst, lost)))
     results: list[CheckResult] = []
     for (level, check, _), found in causes.items():
         some = {worst for _, worst, _ in found}
         if len(some) <= MOST_ALIKE:
-            results += [CheckResult(level, check, blamed, text) for blamed, _, text in found]
+            results += [CheckResult(level, check, blamed, text()) for blamed, _, text in found]
             continue
         every = tuple(host for host in hosts if host in some)
-        text = f"{found[0][2]}; the same with other hosts: in all with {named(every)}"
+        text = f"{found[0][2]()}; the same with other hosts: in all with {named(every)}"
         certain = {host for blamed, _, _ in found if len(blamed) == 1 for host in blamed}
         groups = each_wrong(hosts, certain) if 2 * len(certain) < len(hosts) else ()  # else it is no fault of theirs
         results.append(CheckResult(level, check, every, text, groups))
@@ -227,31 +229,34 @@ def _describe(failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, p
 
 def _parts(failures: Sequence[NoRoute], hosts: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str, list[NoRoute]]]:
     """Failures by the host that most of those that are left have in common: whom to blame, that host, the failures."""
-    of_host: dict[str, dict[int, NoRoute]] = {}
-    for index, one in enumerate(failures):
-        for host in {one.source, one.place.host}:
-            of_host.setdefault(host, {})[index] = one
+    of_host: dict[str, list[int]] = {}
+    for index, one in enumerate(failures):  # no host tries itself
+        of_host.setdefault(one.source, []).append(index)
+        of_host.setdefault(one.place.host, []).append(index)
+    left = {host: len(indices) for host, indices in of_host.items()}
+    is_left = bytearray(b"\1") * len(failures)
     order = {host: number for number, host in enumerate(hosts)}
-    heap = [(-len(mine), order[host], host) for host, mine in of_host.items()]
+    heap = [(-count, order[host], host) for host, count in left.items()]
     heapify(heap)
     while heap:
         count, _, worst = heappop(heap)
-        part = of_host[worst]
-        if len(part) != -count:  # it has become less
-            if part:
-                heappush(heap, (-len(part), order[worst], worst))
+        if left[worst] != -count:  # it has become less
+            if left[worst]:
+                heappush(heap, (-left[worst], order[worst], worst))
             continue
-        found = list(part.values())
-        others = {host for one in found for host in (one.source, one.place.host)} - {worst}
-        is_certain = any(len(of_host[other]) < len(part) for other in others)
+        indices = [index for index in of_host[worst] if is_left[index]]
+        found = [failures[index] for index in indices]
+        others = [one.place.host if one.source == worst else one.source for one in found]
+        is_certain = min(left[other] for other in others) < left[worst]
         yield ((worst,) if is_certain else (found[0].source, found[0].place.host)), worst, found
-        for index, one in tuple(part.items()):
-            for host in {one.source, one.place.host}:
-                del of_host[host][index]
+        left[worst] = 0
+        for index, other in zip(indices, others, strict=True):
+            is_left[index] = 0
+            left[other] -= 1
 
 
-def _text(failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, port: int | None) -> tuple[str, Level, str]:
-    """Check, level and words for failures of one direction: towards one host, or from one host."""
+def _text(failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, port: int | None) -> str:
+    """Words for failures of one direction: towards one host, or from one host."""
     place, sources = failures[0].place, [one.source for one in failures]
     to_one = len({one.place.host for one in failures}) == 1
     if to_one:
@@ -273,7 +278,7 @@ def _text(failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, port:
         walls = f"the firewalls of {place.host} and {sources[0]}" if to_one else f"the firewall of {sources[0]}"
         fix = f"have {walls} pass {which}, between the hosts and in both directions"
         fix += "; or choose a port that is open with --port" if port else ""
-    return _check(failures[0]), _level(failures, hosts), f"{head} ({'; '.join(whys)}): {fix}"
+    return f"{head} ({'; '.join(whys)}): {fix}"
 
 
 def _text_of_lost(host: str, failures: Sequence[NoRoute]) -> str:

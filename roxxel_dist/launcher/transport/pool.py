@@ -437,12 +437,12 @@ class HostPool:
     def _take_note(self, link: HostConnection, message: Message) -> None:
         """Act on what concerns the link itself."""
         match message:
-            case {"type": "done"}:
-                self._end_work(link)
             case {"type": "progress", "echo": sent}:
                 link.echoed = max(link.echoed, sent)
                 if time.monotonic() - link.echoed < self.limits.common_s:
                     link.leased = False
+            case {"type": "done"}:
+                self._end_work(link)
             case {"type": "first"}:
                 for other in self.all:
                     if other is not link:
@@ -470,7 +470,8 @@ class HostPool:
                 if not link.waiting:
                     self._select.unregister(link.order_fd)
             else:
-                yield from ((link, event) for event in self._read(link, key.fd))
+                for event in self._read(link, key.fd):
+                    yield link, event
 
     def _read(self, link: HostConnection, fd: int) -> Iterator[Message | str | Exception]:
         data = os.read(fd, CHUNK)

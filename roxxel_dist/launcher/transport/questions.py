@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import PROGRAM_FIX, Backend
 from roxxel_dist.launcher.policy.outcome import how
+from roxxel_dist.launcher.policy.restart import backoff
 from roxxel_dist.launcher.transport.near_end import NearEnd
 from roxxel_dist.launcher.transport.pool import PROBE_END_S, HostConnection, HostPool
 from roxxel_dist.launcher.transport.words import DENIED, KEY_COMMAND, PLUGIN, shortened
@@ -171,7 +172,7 @@ class HostQuestions:
         if link.question > self._narrowed:  # those that began before are of the same crowd
             self._room, self._narrowed = max(self._room / 2, 1.0), self._last
         now = time.monotonic()
-        refused.again = now + min(RETRY_S * 2**refused.count, RETRY_MOST_S) * random.uniform(0.5, 1)
+        refused.again = now + backoff(RETRY_S, refused.count, RETRY_MOST_S) * random.uniform(0.5, 1)
         if refused.again >= refused.until or refused.count == REFUSALS:
             return False
         self._pool.disconnect([link])

@@ -95,7 +95,7 @@ def _job(pod: Plain, limit: int) -> Plain:
 
 
 def policies(max_restarts: int) -> Plain:
-    """When the JobSet is over: with its launcher, which is started again where it was lost."""
+    """The ends of the JobSet: that of its launcher, which is started again where it was lost."""
     preempted = {
         "name": "preempted",
         "action": "RestartJobSetAndIgnoreMaxRestarts",

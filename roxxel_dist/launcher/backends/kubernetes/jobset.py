@@ -12,13 +12,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from roxxel_dist.launcher.backends.kubernetes import controller, member
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.environment import assignments, is_secret, masked_words, read_env_file
-from roxxel_dist.launcher.job.flags import flag
 from roxxel_dist.launcher.job.placement import placements, ranks_on
 from roxxel_dist.launcher.job.program import log_dir_for, program_of
 from roxxel_dist.launcher.job.spec import HostOptions, JobOptions, JobSpec
@@ -96,9 +94,6 @@ class Options(HostOptions, JobOptions, base.Command):
         import yaml
 
         with request.usage_errors():
-            config = flag(request.command, "config")
-            if config is None or Path(config).exists():  # it may be in the image alone
-                request.check_command()
             text = yaml.safe_dump_all(
                 manifests(spec_of(self, request.command)), sort_keys=False, allow_unicode=True, width=120
             )

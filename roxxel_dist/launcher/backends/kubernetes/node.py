@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.control.new_job import job_of
 from roxxel_dist.launcher.host.host_info import is_loopback, resolved
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.signals import SignalPipe
@@ -50,7 +51,7 @@ class NoFirstHostError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Which host of which job this is. Raises ValueError for impossible values."""
+    """This host, and its job. Raises ValueError for impossible values."""
 
     hosts: int
     index: int
@@ -114,7 +115,7 @@ class Options(base.Options):
             node = Node(hosts=flags["hosts"], index=flags["index"], first=flags["first"], procs=flags["procs_per_host"])
             options = replace(self, run_id=flags["run_id"], port=flags["port"])
             job = replace(
-                request.job(options, node.procs, MemberBackend(node.first, leads=node.is_coordinator)),
+                job_of(options, request, node.procs, MemberBackend(node.first, leads=node.is_coordinator)),
                 first_rank=node.index * node.procs,
                 world=node.hosts * node.procs,
                 first_attempt=flags["attempt"],
@@ -138,7 +139,7 @@ class Options(base.Options):
 
 
 class MemberBackend(LocalBackend):
-    """As `LocalBackend`, with rank 0 on another machine or where another machine reaches it.
+    """A `LocalBackend` with rank 0 on another machine or where another machine reaches it.
 
     Args:
         address: where rank 0 is for the ranks of this machine: an address of its own, or a name.

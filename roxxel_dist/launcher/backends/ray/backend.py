@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from roxxel_dist.launcher.backends.ray import actor, cluster
 from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, reason_of, result
+from roxxel_dist.launcher.control.new_job import job_of
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words, ranks_on
 from roxxel_dist.launcher.output.console import info
@@ -96,7 +97,7 @@ class RayBackend(base.Backend):
                     process.leave(max(0.0, end - time.monotonic()))
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
-        """What `start` runs on the node."""
+        """The command that `start` runs on the node."""
         return python_words(self.python, module, *words)
 
     def start(self, host: str, module: str, *words: str) -> RayProcess:
@@ -200,7 +201,7 @@ class Options(base.Options):
                     "launch ray --address auto …`; `ray job logs` and `ray job stop` go with it"
                 )
             backend = RayBackend(self, self.gpus_per_host)
-            job = request.job(self, ranks_on(self.hosts, self.procs_per_host, 0, self.min_hosts), backend)
+            job = job_of(self, request, ranks_on(self.hosts, self.procs_per_host, 0, self.min_hosts), backend)
         if self.dry_run:
             return request.start(self, job, backend)
         with ExitStack() as stack:

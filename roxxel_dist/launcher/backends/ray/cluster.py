@@ -164,7 +164,7 @@ def no_room(
     nodes: Sequence[Mapping[str, Any]],
     free: Mapping[str, float],
 ) -> str:
-    """What was asked, and what there is."""
+    """The words for what was asked, and for what there is."""
     return (
         f"Ray found no room within {limit_s:g} s (--place-timeout). Asked: {amounts(bundle, bundle)} on each of "
         f"{count} different nodes (--hosts, --cpus-per-host, --gpus-per-host). Alive: "
@@ -181,5 +181,5 @@ def capacities(nodes: Sequence[Mapping[str, Any]], names: Iterable[str]) -> str:
 
 
 def amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
-    """How much there is of some resources, for people."""
+    """The amounts of some resources, for people."""
     return " and ".join(f"{resources.get(name, 0):g} {name}" for name in names) or "nothing"

@@ -123,7 +123,12 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, allocation: Allocatio
         description = _scontrol("show", "job", "-o", allocation.job_id).stdout if allocation.batch else ""
         state, count = (re.search(rf"\b{name}=(\w+)", description) for name in ("JobState", "Restarts"))
         in_queue = count is not None and int(count[1]) > allocation.restarts
-        decision = requeue(result, allocation, max_requeues, state[1] if state else "", in_queue=in_queue)
+        before = recorder.requeues(counts=job.program.reports_steps)
+        decision = requeue(
+            result, allocation, max_requeues, state[1] if state else "", before=before, in_queue=in_queue
+        )
+        if decision.again:
+            recorder.update(requeues=before + 1)
         return decision.again or in_queue
 
     try:
@@ -147,11 +152,11 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, allocation: Allocatio
 
 
 def requeue(
-    result: JobResult, allocation: Allocation, max_requeues: int, state: str, *, in_queue: bool = False
+    result: JobResult, allocation: Allocation, max_requeues: int, state: str, *, before: int, in_queue: bool = False
 ) -> Decision:
     """Whether to requeue a job that ended so; `state` is SLURM's JobState, empty if it no longer knows the job.
 
-    `in_queue`: SLURM has queued it again already.
+    `before`: how often it was, in a row without a new step. `in_queue`: SLURM has queued it again already.
 
     SLURM asks with SIGTERM, or with the signal that the user chose, some time before the limit. A person asks with
     Ctrl-C or `roxxel-dist stop` (SIGINT). A job that is no longer RUNNING is ended by SLURM: after `scancel` it must
@@ -170,15 +175,16 @@ def requeue(
         return Decision(again=False)
     if result.idle:
         cause += "; there was no time for a step, which a longer --slurm-time gives"
-    job, count = f"job {allocation.job_id}", allocation.restarts
+    job = f"job {allocation.job_id}"
     if in_queue:
         return Decision(again=False, why=f"{cause}, and has queued {job} again")
     if state not in ALIVE_STATES:
         return Decision(again=False, why=f"{cause}; {job} is {state or 'unknown to SLURM'}: SLURM decides")
-    if count >= max_requeues:
-        limit = f"it was {count} times, and " * bool(count) + f"--max-requeues is {max_requeues}"
+    if before >= max_requeues:
+        limit = f"it was {before} times without a new step, and " * bool(before) + f"--max-requeues is {max_requeues}"
         return Decision(again=False, why=f"{cause}; not queued again: {limit}")
-    return Decision(again=True, why=f"{cause}; {job} is queued again (requeue {count + 1} of {max_requeues})")
+    anew = " (the job got on, so the count began anew)" if allocation.restarts and not before else ""
+    return Decision(again=True, why=f"{cause}; {job} is queued again (requeue {before + 1} of {max_requeues}){anew}")
 
 
 def _scontrol(*words: str) -> "subprocess.CompletedProcess[str]":

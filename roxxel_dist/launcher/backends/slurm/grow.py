@@ -180,6 +180,6 @@ def options_of(given: str | None) -> list[str]:
 
 
 def options_from(passed: Mapping[str, str | None]) -> str:
-    """Those of --slurm-KEY that are for them too, as --grow-options has them."""
+    """The values of --slurm-KEY that are for them too, as --grow-options has them."""
     kept = {key: value for key, value in passed.items() if key not in OF_ONE_JOB}
     return shlex.join(key if value is None else f"{key}={value}" for key, value in kept.items())

@@ -21,6 +21,7 @@ from roxxel_dist.launcher.backends.slurm.allocation import (
 )
 from roxxel_dist.launcher.backends.slurm.backend import KEPT, SlurmBackend, check_container
 from roxxel_dist.launcher.backends.slurm.grow import LEAVE_S, GrowJobs, options_from, options_of
+from roxxel_dist.launcher.control.new_job import job_of
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.environment import is_secret, masked_words
@@ -72,8 +73,9 @@ class Options(base.Options, HostOptions):
     before its own time limit: the ranks save, and continue with more or fewer hosts. They end with the job."""
     grow_options: str | None = None
     """Options of sbatch for these jobs, as 'partition=spare time=60'. Default: those of --slurm-KEY."""
-    max_requeues: int = 100
-    """How often SLURM is asked to queue the job again, after a time limit, a preemption or a lost node. 0: never."""
+    max_requeues: int = 10
+    """How often in a row, without a new step, SLURM is asked to queue the job again, after a time limit, a preemption
+    or a lost node. 0: never."""
     container: str | None = None
     """An image in which the ranks run."""
     runtime: Literal["pyxis", "apptainer"] | None = None
@@ -197,7 +199,7 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
             )
         count = (options.nodes or 1) + options.spare_hosts
         nprocs = ranks_on(count, options.procs_per_host, options.spare_hosts, options.min_hosts)
-        job = request.job(options, nprocs, SlurmBackend("", [f"node {number}" for number in range(count)]))
+        job = job_of(options, request, nprocs, SlurmBackend("", [f"node {number}" for number in range(count)]))
         if masked_words(request.command) != list(request.command):
             raise UserError(
                 "the command holds a secret, which would stand in the script that SLURM keeps and shows: let it read "
@@ -293,7 +295,7 @@ def _run(options: Options, request: base.LaunchRequest, allocation: Allocation) 
         if allocation.batch and options.run_id is None:  # the same when it is queued again
             options = dataclasses.replace(options, run_id=f"slurm-{job_id}")
         nprocs = ranks_on(count, options.procs_per_host, options.spare_hosts, options.min_hosts)
-        job = dataclasses.replace(request.job(options, nprocs, backend), first_attempt=allocation.restarts)
+        job = dataclasses.replace(job_of(options, request, nprocs, backend), first_attempt=allocation.restarts)
     if options.dry_run:
         return request.start(options, job, backend)
     return run_in_allocation(job, backend, allocation, options.max_requeues)

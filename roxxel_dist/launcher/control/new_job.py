@@ -1,0 +1,90 @@
+"""The job that the flags of `launch` ask for, and the commands that start it on hosts that they name."""
+
+import dataclasses
+import os
+import re
+import shutil
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from roxxel_dist.launcher.control import index
+from roxxel_dist.launcher.host.worker import PYTHON, SUBCOMMANDS
+from roxxel_dist.launcher.job.backend import Backend, LaunchRequest, Options
+from roxxel_dist.launcher.job.environment import assignments, is_secret, read_env_file
+from roxxel_dist.launcher.job.limits import SCALE_ENV, Limits
+from roxxel_dist.launcher.job.placement import placements, working_hosts
+from roxxel_dist.launcher.job.program import log_dir_for
+from roxxel_dist.launcher.job.spec import JobSpec, new_run_id
+from roxxel_dist.launcher.output.console import info
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import why_no_devices
+
+DOLLAR = re.compile(r"\$(\w+|\{\w+\})")
+
+
+def job_of(options: Options, request: LaunchRequest, nprocs: int, backend: Backend) -> JobSpec:
+    """The job of these options, so many ranks and a backend.
+
+    Raises UserError, before any process starts, for a slip in them.
+    """
+    if options.json and not options.dry_run:
+        raise UserError("--json prints what would run: give it with --dry-run")
+    if options.env_from:
+        _warn_of_dollars(read_env_file(options.env_from), options.env_from)
+    limits = Limits().scaled(float(os.environ.get(SCALE_ENV, "1")))
+    shared = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
+    run_id = options.run_id or new_run_id(index.knows)
+    job = JobSpec(
+        command=request.command,
+        nprocs=nprocs,
+        run_id=run_id,
+        log_dir=log_dir_for(request.command, run_id),
+        env={**(read_env_file(options.env_from) if options.env_from else {}), **assignments(options.env, os.environ)},
+        limits=limits,
+        device_needs=request.device_needs,
+        **{name: value for name, value in dataclasses.asdict(options).items() if name in shared},
+    )
+    placements(job, working_hosts(job, backend.hosts), "", backend.environment)  # the GPUs of a host must divide
+    if backend.is_local and job.log_dir.parent.is_file():
+        raise UserError(f"run_dir is {job.log_dir.parent}, a file: name a folder")
+    if backend.is_local and not options.dry_run:
+        _check_program(request.command[0], {**os.environ, **job.env}.get("PATH"))
+    if backend.is_local and job.program.reports_steps and (why := why_no_devices(job.jax_environment(os.environ))):
+        raise UserError(why)
+    return job
+
+
+def _check_program(word: str, path: str | None) -> None:
+    """Raises UserError for a program that is not on this machine, before anything is made for the job."""
+    if "/" in word or word in {*PYTHON, *SUBCOMMANDS} or word.endswith(".py") or shutil.which(word, path=path):
+        return
+    near = get_close_matches(word, SUBCOMMANDS, 1)
+    hint = f"did you mean {near[0]!r}?" if near else "check the first word after `--`, or give its full path"
+    raise UserError(f"program not found: {word!r}; {hint}")
+
+
+def _warn_of_dollars(variables: Mapping[str, str], path: str) -> None:
+    """A file for a shell is no --env-from: nothing in it is expanded."""
+    if found := [name for name, value in variables.items() if DOLLAR.search(value) and not is_secret(name)]:
+        info(
+            f"warning: --env-from {path}: {found[0]}={variables[found[0]]} stays as it stands, for no shell reads the "
+            f"file; write the value itself, or use --env {found[0]} for that of this shell"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions(Options):
+    """The flags of a command that starts the ranks from here, on the hosts of a backend that they say all of."""
+
+    @abstractmethod
+    def backend(self) -> tuple[Backend, int]:
+        """The backend, and how many processes there are in all. Raises ValueError for a slip."""
+
+    def launch(self, request: LaunchRequest) -> int:
+        """Start the ranks."""
+        with request.usage_errors():
+            backend, nprocs = self.backend()
+            job = job_of(self, request, nprocs, backend)
+        return request.start(self, job, backend)
