@@ -259,6 +259,25 @@ def test_where_all_hosts_that_are_back_are_away_again_everybody_is_asked(tmp_pat
     assert one.ended == "host a cannot be used: No route to host\nhost b cannot be used: No route to host"
 
 
+def test_while_a_job_waits_every_host_is_asked_that_may_be_back(tmp_path: Path) -> None:
+    """It once asked only those for which it waited, and ended beside one that was there again."""
+    one = world(tmp_path, "abc", spare_hosts=1, host_timeout=60.0)
+    one.running = False
+    one.hosts |= {"a": AWAY, "c": AWAY}
+    attempt = AttemptSummary(cause=Cause.PREEMPTED, code=42, reached=9, counts=True, seconds=100.0)
+    one.happens(events.AttemptEnded, attempt=attempt)
+    todo = one.happens(events.Begin)
+    while not isinstance(todo[-1], events.Wait):
+        todo = one.answer()
+    one.now += todo[-1].seconds
+    one.hosts["a"] = UP  # which was let go, with c for it
+    todo = one.happens(events.Tick)
+    while not (one.running or isinstance(todo[-1], events.Wait)):
+        todo = one.answer()
+    assert one.starts[-1] == ("a", "b"), one.said
+    assert one.running
+
+
 def act(one: World, rng: random.Random) -> None:
     """Something happens to the hosts, or is asked for."""
     some = tuple(rng.sample(NAMES, rng.randint(1, len(NAMES))))

@@ -228,6 +228,7 @@ def on(host: str, rank: int = 1, step: int = 5, **more: Any) -> AttemptSummary:
         ([on("b"), on("b")], False, False, ""),
         ([on("b"), on("b", step=8)], False, True, ""),
         ([on("b"), on("b"), on("c")], True, False, ""),  # the same step on another host: the program's
+        ([on("c", 0, 3), on("b"), on("b"), on("c")], True, False, ""),  # and however often that host had failed
         ([on("b", counts=False), on("b", counts=False)], True, True, "b"),
         ([on("b"), failure(None, 0, 5)], True, True, ""),  # a lost host has rules of its own
     ],

@@ -11,6 +11,7 @@ from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.step import fleet_of, step
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
 SIZES = [(200, 1600), pytest.param((1000, 8000), marks=pytest.mark.long)]
@@ -48,7 +49,15 @@ def lose_half(count: int) -> None:
     assert len(assign(job_on(count), hosts, hosts[::2]).hosts) == count // 2
 
 
+def decide(count: int) -> None:
+    """A job that has lost a host so many times, and got on each time."""
+    each = {"cause": Cause.INFRASTRUCTURE, "code": 137, "counts": True, "seconds": 600.0}
+    attempts = [AttemptSummary(reached=number, saved=number, **each) for number in range(1, count + 1)]
+    for _ in range(20):
+        assert next_action(attempts, 3).again
+
+
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("act", [join, lose_half])
+@pytest.mark.parametrize("act", [join, lose_half, decide])
 def test_the_rules_cost_as_much_as_there_are_hosts(act, sizes: tuple[int, int]) -> None:
     assert exponent(lambda count: cpu_of(partial(act, count)), *sizes) < LINEAR

@@ -77,7 +77,7 @@ def waited(fleet: Fleet, search: Search) -> None:
         fleet.move(new, State.WANTED)
         fleet.change_members(joins=new)
     fleet.move([name for name in search.replaced if name in fleet.members], State.WANTED)
-    search.replaced = frozenset()
+    search.replaced, search.reserve = frozenset(), frozenset(fleet.members_in(*AWAY))
     ask(fleet)
 
 

@@ -144,7 +144,8 @@ class Fleet:
 
     def members_in(self, *states: State) -> tuple[str, ...]:
         """The members in one of these states, in the order of their ranks."""
-        return tuple(name for name in self.members if self.hosts[name].state in states)
+        hosts = self.hosts
+        return tuple([name for name in self.members if hosts[name].state in states])
 
     @property
     def working(self) -> tuple[str, ...]:
@@ -203,7 +204,7 @@ class Fleet:
 
     def are(self, state: State) -> tuple[str, ...]:
         """The candidates in this state."""
-        if all(host.state is not state for host in self.hosts.values()):  # nearly always
+        if state not in [host.state for host in self.hosts.values()]:  # nearly always
             return ()
         return tuple(host.name for host in self.candidates if host.state is state)
 
@@ -256,6 +257,8 @@ class Fleet:
         """Hosts come to this state."""
         for name in names:
             host = self.hosts.get(name) or Host(name=name, since=self.now)
+            if host.state is state and not values and name in self.hosts:
+                continue
             since = host.since if host.state is state else self.now
             self.hosts[name] = replace(host, state=state, since=since, **values)
 
