@@ -21,8 +21,8 @@ from roxxel_dist.launcher.policy.restart import Cause
 DAY_S = 86_400.0
 CALM_S = 3 * DAY_S
 """After all failures: longer than a host is set aside."""
-IDLE_S = 4000.0
-"""The longest pause after growths that came to nothing, and looks."""
+IDLE_S = 2.5 * 3600
+"""Twice the longest pause after growths that came to nothing, and looks: a growth has a host wait anew."""
 STARTS_AN_HOUR = 60
 HISTORIES = 50
 
@@ -47,13 +47,15 @@ class Watched(Simulation):
                 asked = name in candidates or host.state is State.FIT or host.due < math.inf
                 assert asked or not fleet.grows_with([name]), f"nobody asks for {name} again"
             back = [name for name in fleet.members_in(*AWAY) if name in fleet.wanted_now and self.is_up(name)]
-            is_idle = bool(back) and fleet.grows_with(back)
+            warm = fleet.are(State.WARM)  # these wait for a step that no attempt has done
+            is_idle = bool(back) and fleet.plan([*warm, *back]).devices > fleet.plan(warm).devices
             self.idle_since = min(self.idle_since, self.now) if is_idle else math.inf
             assert self.now - self.idle_since < IDLE_S, f"{', '.join(back)} may work, and nobody takes them in"
         return todo
 
 
 def job_of(hosts: int, **more: Any) -> JobSpec:
+    """A job with a rank on each host."""
     return JobSpec(command=("true",), nprocs=hosts - more.get("spare_hosts", 0), run_id="r", log_dir=Path("x"), **more)
 
 
@@ -164,66 +166,3 @@ def test_a_year_of_failures(part: int) -> None:
     for seed in range(10_000 + part * 100, 10_000 + (part + 1) * 100):
         one, of = chance(seed, days=365, mean_days=7.0)
         check(one, one.run(365 * DAY_S + CALM_S), **of)
-
-
-def every(seconds: float, kind: Kind, hosts: int, *, days: float = 60.0, away: float = 600.0) -> list[Happening]:
-    """The same thing, to one host after the other."""
-    return [
-        Happening(at=seconds * (n + 1), kind=kind, hosts=(f"h{n % hosts}",), seconds=away)
-        for n in range(int(days * DAY_S / seconds))
-    ]
-
-
-def random_ones(hosts: int, number: int, days: float) -> list[Happening]:
-    """So many failures in so many days, by chance."""
-    mean = days * DAY_S / number * hosts
-    many = failures(random.Random(3), [f"h{n}" for n in range(hosts)], mean, repair_s=3600.0)
-    return [*takewhile(lambda one: one.at < days * DAY_S, many)]
-
-
-# Who tells of it; hosts, spare ones, job, work, what happened; the code at the end (None: it trains), the most
-# interruptions, the least goodput.
-HISTORIES_OF_OTHERS = {
-    "Llama 3, arXiv 2407.21783: 419 interruptions in 54 days": (
-        16, 1, {}, {"copy_every": 10}, random_ones(16, 419, 54), None, 500, 0.9,
-    ),
-    "BLOOM, arXiv 2211.05100: 48 nodes and 4 spares, one or two failures a week in 3.5 months": (
-        26, 2, {}, {"checkpoint_every": 10_000}, random_ones(26, 22, 105), None, 30, 0.97,
-    ),
-    "OPT-175B, arXiv 2205.01068: 105 restarts in two months, hosts taken away": (
-        10, 2, {}, {}, every(60 / 105 * DAY_S, "lost", 8, away=14_400.0), None, 120, 0.97,
-    ),
-    "504 B200s: three hosts of 63 were half of the exclusions": (
-        8, 2, {}, {}, every(9000.0, "crash", 1, days=1.0), None, 2, 0.9,
-    ),
-    "pytorch/pytorch#60910: a start that fails is repeated": (4, 0, {}, {"bug": 0, "bug_rank": None}, [], 75, 4, 0.0),
-    "ray-project/ray#41285: preemptions use up max_failures": (
-        4, 1, {}, {}, every(DAY_S, "preempted", 3), None, 60, 0.97,
-    ),
-    "ray-project/ray#41285: many retries, and a bug": (4, 0, {"max_restarts": 999}, {"bug": 70_000}, [], 77, 2, 0.0),
-    "rwth-i6/sisyphus#296: a job that ends each day, and proceeds": (
-        2, 0, {"max_restarts": 1}, {}, every(DAY_S, "runtime", 2), None, 60, 0.97,
-    ),
-    "marin-community/marin#4615: ten retries of what fails always": (
-        4, 0, {"max_restarts": 10}, {"bug": 0}, [], 77, 2, 0.0,
-    ),
-    "ray-project/ray#48797: short cuts over hours add up": (
-        4, 0, {}, {}, [Happening(at=3600.0 * n, kind="link", seconds=90.0) for n in range(1, 200)], None, 200, 0.8,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("source", HISTORIES_OF_OTHERS)
-def test_what_happened_to_others(source: str) -> None:
-    number, spare, more, work, story, code, most, least = HISTORIES_OF_OTHERS[source]
-    hosts = [f"h{n}" for n in range(number)]
-    job = job_of(number, spare_hosts=spare, host_timeout=DAY_S, **more)
-    one = Watched(job, hosts, Work(step_s=1.0, save_s=2.0, **{"checkpoint_every": 500, **work}), story)
-    last = max((each.at for each in story), default=DAY_S)
-    outcome = one.run(last + 3600)
-    assert outcome.code == code, outcome.why
-    assert 0.4 * most <= sum(outcome.interruptions.values()) <= most
-    assert outcome.goodput >= least, outcome.lost
-    if code is not None:  # nothing is tried for longer than minutes
-        hit = min(begun for begun, _ in one.starts) if work["bug"] == 0 else work["bug"]
-        assert outcome.seconds - hit < 1800
