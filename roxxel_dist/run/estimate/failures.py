@@ -18,8 +18,9 @@ from roxxel_dist.utils.voice import argument
 
 DAY_S = 86_400.0
 LARGEST = 12
-"""Hosts in the simulation: those of a larger cluster stand for several each, and the job fails as often. With 1,024 hosts
-that fail each 100 days that is 0.4 points of goodput below a simulation of them all, which takes 40 times as long."""
+"""Hosts in the simulation: those of a larger cluster stand for several each, and the job fails as often. With
+1,024 hosts that fail each 100 days that is 0.4 points of goodput below a simulation of all, which takes 40 times as
+long."""
 FAILURES = 150
 """So many happen in each simulated history: a share of the time is known to about a tenth of itself."""
 TIMES = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0)
