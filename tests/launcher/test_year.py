@@ -46,12 +46,15 @@ class Watched(Simulation):
                 host = fleet.hosts[name]
                 asked = name in candidates or host.state is State.FIT or host.due < math.inf
                 assert asked or not fleet.grows_with([name]), f"nobody asks for {name} again"
-            back = [name for name in fleet.members_in(*AWAY) if name in fleet.wanted_now and self.is_up(name)]
+            back = [name for name in fleet.members_in(*AWAY) if name in fleet.wanted_now and self.is_well(name)]
             warm = fleet.are(State.WARM)  # these wait for a step that no attempt has done
             is_idle = bool(back) and fleet.plan([*warm, *back]).devices > fleet.plan(warm).devices
             self.idle_since = min(self.idle_since, self.now) if is_idle else math.inf
             assert self.now - self.idle_since < IDLE_S, f"{', '.join(back)} may work, and nobody takes them in"
         return todo
+
+    def is_well(self, name: str) -> bool:
+        return self.is_up(name) and self._slow.get(name, 0.0) <= self.now
 
 
 def job_of(hosts: int, **more: Any) -> JobSpec:
@@ -140,7 +143,7 @@ def check(one: Watched, outcome: Outcome, job: JobSpec, work: Work) -> None:
         fleet = one.fleet
         assert not fleet.members_in(State.ASIDE), story
         assert {*one.running} <= {*fleet.working}
-        well = [host for host in fleet.wanted_now if one.is_up(host)]
+        well = [host for host in fleet.wanted_now if one.is_well(host)]
         assert not fleet.grows_with(well), (fleet.hosts, story)
     # no loop without a pause
     for (begun, _), (later, _) in zip(one.starts, one.starts[STARTS_AN_HOUR:], strict=False):
