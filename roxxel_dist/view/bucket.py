@@ -1,5 +1,7 @@
 """A run in a bucket: the files that a frame shows are fetched into a local folder, repeatedly."""
 
+from __future__ import annotations
+
 import os
 import re
 import shutil
@@ -7,6 +9,7 @@ import threading
 import weakref
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CURSOR, DAMAGED, META, TABLE
 from roxxel_dist.launcher.control.record import JobRecord
@@ -18,6 +21,9 @@ from roxxel_dist.process.durable import cache_folder, make_folder
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.log.timeline import NAME
 from roxxel_dist.view.run import RunReader, RunState
+
+if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectInfo
 
 PULL_S = 3.0
 """Seconds between two reads of the bucket: a run sends its changes at the same interval."""
@@ -67,6 +73,22 @@ class RunCopy(BucketFolder):
     def __init__(self, url: str) -> None:
         super().__init__(url, cache_folder() / SHOWN, read_only=True, timeout_s=TIMEOUT_S)
         self.is_trained: bool = False
+        self._complete: dict[str, list[ObjectInfo]] = {}  # by step, the small files of checkpoints that have a table
+
+    def _list(self) -> list[ObjectInfo]:
+        """The files of the run, and the small ones of its checkpoints, whose parts are as many as there are hosts. A
+        checkpoint that has its table changes no more, but a start may set the newest two aside, and the oldest goes."""
+        files, _ = self._store.list_folder()
+        steps = sorted((name for name in self._store.list_folder(CHECKPOINTS)[1] if name.isdecimal()), key=int)
+        complete: dict[str, list[ObjectInfo]] = {}
+        for step in steps:
+            known = None if step in (*steps[:1], *steps[-2:]) else self._complete.get(step)
+            some = self._store.list_folder(f"{CHECKPOINTS}/{step}")[0] if known is None else known
+            files += some
+            if any(info.key.endswith((TABLE, TABLE + DAMAGED)) for info in some):
+                complete[step] = some
+        self._complete = complete
+        return files
 
     def pull(self) -> Path:
         """Update the copy from the bucket. Raises StoreError."""

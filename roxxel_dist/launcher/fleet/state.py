@@ -122,6 +122,8 @@ class Fleet:
     """Hosts whose devices are to be checked by the next look."""
     pause_s: float = Limits.look_s
     """Between two looks at hosts of which nothing is known."""
+    lengthened: float = -math.inf
+    """When that pause grew last."""
     leaves_since: float | None = None
     """Since when ranks could leave for hosts that are to leave."""
     said: frozenset[tuple[str, str]] = frozenset()
