@@ -17,6 +17,9 @@ from roxxel_dist.launcher.preflight.run import PreflightReport
 SIZES = [(200, 1600), pytest.param((1000, 8000), marks=pytest.mark.long)]
 
 
+AWAY = "No route to host"
+
+
 def job_on(hosts: int) -> JobSpec:
     return JobSpec(command=("true",), nprocs=hosts, run_id="r", log_dir=Path("logs"), min_hosts=1, max_restarts=9)
 
@@ -49,6 +52,26 @@ def lose_half(count: int) -> None:
     assert len(assign(job_on(count), hosts, hosts[::2]).hosts) == count // 2
 
 
+def start_again(count: int) -> None:
+    """A job of which half of the hosts are away at a restart, and then at another one the other half."""
+    hosts = [f"h{number}" for number in range(count)]
+    fleet, _ = fleet_of(job_on(count), hosts, now=0.0)
+    attempt = AttemptSummary(cause=Cause.PREEMPTED, code=42, reached=9, counts=True, seconds=600.0)
+    for now, away in enumerate(({}, dict.fromkeys(hosts[::2], AWAY), dict.fromkeys(hosts[1::2], AWAY))):
+        if away:
+            fleet, _ = step(fleet, events.AttemptEnded(attempt=attempt), float(now))
+        fleet, todo = step(fleet, events.Begin(), float(now))
+        while not isinstance(todo[-1], events.Start):
+            if isinstance(look := todo[-1], events.Look):
+                asked = look.assignment.hosts
+                gone = {name: away[name] for name in asked if name in away}
+                fleet, todo = step(fleet, events.Answered(report=report_of(asked, **gone)), float(now))
+            else:
+                now += 4000  # longer than a host is waited for
+                fleet, todo = step(fleet, events.Tick(), float(now))
+        assert len(fleet.working) == (count // 2 if away else count)
+
+
 def decide(count: int) -> None:
     """A job that has lost a host so many times, and got on each time."""
     each = {"cause": Cause.INFRASTRUCTURE, "code": 137, "counts": True, "seconds": 600.0}
@@ -58,6 +81,6 @@ def decide(count: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("act", [join, lose_half, decide])
+@pytest.mark.parametrize("act", [join, lose_half, start_again, decide])
 def test_the_rules_cost_as_much_as_there_are_hosts(act, sizes: tuple[int, int]) -> None:
     assert exponent(lambda count: cpu_of(partial(act, count)), *sizes) < LINEAR

@@ -48,7 +48,8 @@ def watch(fleet: Fleet) -> None:
         fleet.pause_s = fleet.given.limits.look_s
     fleet.move(fleet.members_in(*AWAY), State.LOST)
     seek_lost(fleet)
-    new = [name for name in fleet.hosts if name not in fleet.members]
+    members = {*fleet.members}
+    new = [name for name in fleet.hosts if name not in members]
     fleet.move(new, State.WANTED, due=fleet.now)
 
 
