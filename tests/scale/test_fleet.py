@@ -57,18 +57,19 @@ def start_again(count: int) -> None:
     hosts = [f"h{number}" for number in range(count)]
     fleet, _ = fleet_of(job_on(count), hosts, now=0.0)
     attempt = AttemptSummary(cause=Cause.PREEMPTED, code=42, reached=9, counts=True, seconds=600.0)
-    for now, away in enumerate(({}, dict.fromkeys(hosts[::2], AWAY), dict.fromkeys(hosts[1::2], AWAY))):
+    now = 0.0
+    for away in ({}, dict.fromkeys(hosts[::2], AWAY), dict.fromkeys(hosts[1::2], AWAY)):
         if away:
-            fleet, _ = step(fleet, events.AttemptEnded(attempt=attempt), float(now))
-        fleet, todo = step(fleet, events.Begin(), float(now))
+            fleet, _ = step(fleet, events.AttemptEnded(attempt=attempt), now)
+        fleet, todo = step(fleet, events.Begin(), now)
         while not isinstance(todo[-1], events.Start):
             if isinstance(look := todo[-1], events.Look):
                 asked = look.assignment.hosts
                 gone = {name: away[name] for name in asked if name in away}
-                fleet, todo = step(fleet, events.Answered(report=report_of(asked, **gone)), float(now))
+                fleet, todo = step(fleet, events.Answered(report=report_of(asked, **gone)), now)
             else:
-                now += 4000  # longer than a host is waited for
-                fleet, todo = step(fleet, events.Tick(), float(now))
+                now += 4000.0  # longer than a host is waited for
+                fleet, todo = step(fleet, events.Tick(), now)
         assert len(fleet.working) == (count // 2 if away else count)
 
 
