@@ -111,8 +111,8 @@ class Summary:
             f"{len(self.outcomes)} faults ({kinds}){left_out} in {self.seconds:.0f} s; {self.codes.total()} launches, "
             f"which ended with {codes}; {self.steps} steps, resumed {self.attempts} times, and at least {self.redone} "
             f"of them done again; no process left {self.gone_s:.2f} s after a launcher's end, and {self.leash_s:.2f} s "
-            f"where a host was cut off or an agent stopped. Of the time: {times}. Every row and the last state are as if "
-            "nothing had been."
+            f"where a host was cut off or an agent stopped. Of the time: {times}. Every row and the last state are as "
+            "if nothing had been."
         )
 
 
