@@ -188,8 +188,9 @@ def _after_failure(
     """What follows after these attempts, of which the last is a failure.
 
     A rank that fails twice in the same step, with no new step in between, would fail there again, unless the fault is
-    its host's, and another host is there: a rank that has failed there on two hosts is tried on no third one. Step 0 is
-    no place in a program: it stands for a start, and a program that has entered a step can start.
+    its host's, and another host is there: a rank that has failed there on two hosts is tried on no third one. A step
+    that another attempt has passed is no such place, and step 0 stands for a start: a program that has entered a
+    step can start.
     """
     since = _since_progress(attempts)
     failures = [attempt for attempt in since if is_failure(attempt, restart_on)]
@@ -197,9 +198,10 @@ def _after_failure(
     same_host = _failures_of_host(attempts, restart_on)
     replaced = last.host if same_host > 1 and can_replace(last.host) else ""
     same = _same_failures(attempts, restart_on) if last.counts and last.rank is not None else ()
-    can_start = not last.step and any(attempt.reached for attempt in attempts)
+    others = [attempt.reached for attempt in attempts[:-1] if attempt not in same]
+    can_pass = max(others, default=0) > last.step + bool(last.step)
     of_program = any(attempt.host != last.host for attempt in same) or not replaced
-    if same and of_program and not can_start:
+    if same and of_program and not can_pass:
         place = f"in step {last.step}" if last.step else "before its first step"
         why = (
             f"not started again: rank {last.rank} failed {place} in an earlier attempt too, so a restart would not help"
