@@ -168,9 +168,9 @@ def test_a_month_of_failures(part: int) -> None:
         check(one, one.run(30 * DAY_S + CALM_S), **of)
 
 
-@pytest.mark.long  # ten thousand job-years
+@pytest.mark.long  # ten thousand job-years in six minutes: more than half of the jobs end before their year does
 @pytest.mark.parametrize("part", range(100))
 def test_a_year_of_failures(part: int) -> None:
-    for seed in range(10_000 + part * 100, 10_000 + (part + 1) * 100):
+    for seed in range(10_000 + part * 238, 10_000 + (part + 1) * 238):
         one, of = chance(seed, days=365, mean_days=7.0)
         check(one, one.run(365 * DAY_S + CALM_S), **of)
