@@ -152,6 +152,17 @@ class ObjectStore:
         """Several ranges of an object, in parallel, one request each; see `read_range`."""
         return list(self._parallel(lambda span: self.read_range(key, *span, etag=etag), ranges, threads))
 
+    def list_folder(self, folder: str = "") -> tuple[list[ObjectInfo], list[str]]:
+        """The objects directly in a folder, and the names of the folders in it, both sorted: what lies deeper is not
+        listed."""
+        from obstore import list_with_delimiter
+
+        url = self.url.join(folder.strip("/"))
+        found = self._retries.run("list", url, lambda _: list_with_delimiter(self._reads, url.key or None))
+        infos = [self._info(meta) for meta in found["objects"]]
+        names = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+        return sorted(infos, key=lambda info: info.key), sorted(names)
+
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         """All objects below a prefix of whole key parts: "a" includes a/b, but not ab. Sorted by key."""
         from obstore import list as pages

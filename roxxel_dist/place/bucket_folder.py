@@ -110,7 +110,7 @@ class BucketFolder:
         make_folder(self.folder)
         if not self._read_only and not self._holds and is_held(self.folder / LOCK, unknown=False):
             return self.folder
-        self.objects = {info.key: info for info in self._store.list()}
+        self.objects = {info.key: info for info in self._list()}
         objects = {key: info for key, info in self.objects.items() if self._is_fetched(key)}
         if CONFIG not in objects:
             if shards := [key for key in objects if key.endswith(ENDING) and "/" not in key]:
@@ -131,6 +131,10 @@ class BucketFolder:
             states = list(threads.map(self._pull, objects.values()))
         self._fetched = dict(zip(objects, states, strict=True))
         return self.folder
+
+    def _list(self) -> list[ObjectInfo]:
+        """The objects that a pull is about."""
+        return self._store.list()
 
     def pull_newest_meta(self) -> Path | None:
         """Bring the `meta.json` of the newest checkpoint that counts into the folder; returns that of the checkpoint,

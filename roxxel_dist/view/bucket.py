@@ -1,12 +1,16 @@
 """A run in a bucket: the files that a frame shows are fetched into a local folder, repeatedly."""
 
+from __future__ import annotations
+
 import os
 import re
 import shutil
 import threading
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CURSOR, DAMAGED, META, TABLE
 from roxxel_dist.launcher.control.record import JobRecord
@@ -19,8 +23,12 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.log.timeline import NAME
 from roxxel_dist.view.run import RunReader, RunState
 
-PULL_S = 3.0
-"""Seconds between two reads of the bucket: a run sends its changes at the same interval."""
+if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectInfo
+
+PULL_S, CHECKPOINTS_S = 3.0, 15.0
+"""Seconds between two reads of the bucket: a run sends its changes at the same interval; and of its checkpoints, each
+of which is a request that is paid for."""
 TIMEOUT_S = 20.0
 SHOWN = "top"
 """The subfolder of the cache for copies of runs."""
@@ -67,6 +75,27 @@ class RunCopy(BucketFolder):
     def __init__(self, url: str) -> None:
         super().__init__(url, cache_folder() / SHOWN, read_only=True, timeout_s=TIMEOUT_S)
         self.is_trained: bool = False
+        self._complete: dict[str, list[ObjectInfo]] = {}  # by step, the small files of checkpoints that have a table
+        self._small: list[ObjectInfo] = []  # those of all checkpoints, as they were at the time after it
+        self._listed = float("-inf")
+
+    def _list(self) -> list[ObjectInfo]:
+        """The files of the run, and the small ones of its checkpoints, whose parts are as many as there are hosts. A
+        checkpoint that has its table changes no more, but a start may set the newest two aside, and the oldest goes."""
+        files, _ = self._store.list_folder()
+        if time.monotonic() < self._listed + CHECKPOINTS_S:
+            return files + self._small
+        small: list[ObjectInfo] = []
+        steps = sorted((name for name in self._store.list_folder(CHECKPOINTS)[1] if name.isdecimal()), key=int)
+        complete: dict[str, list[ObjectInfo]] = {}
+        for step in steps:
+            known = None if step in (*steps[:1], *steps[-2:]) else self._complete.get(step)
+            some = self._store.list_folder(f"{CHECKPOINTS}/{step}")[0] if known is None else known
+            small += some
+            if any(info.key.endswith((TABLE, TABLE + DAMAGED)) for info in some):
+                complete[step] = some
+        self._complete, self._small, self._listed = complete, small, time.monotonic()
+        return files + small
 
     def pull(self) -> Path:
         """Update the copy from the bucket. Raises StoreError."""

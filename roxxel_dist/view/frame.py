@@ -18,7 +18,7 @@ from roxxel_dist.utils.display import aligned, counted
 from roxxel_dist.view.curve import Points
 from roxxel_dist.view.items import State
 from roxxel_dist.view.job import JobState
-from roxxel_dist.view.run import RankState, RunState
+from roxxel_dist.view.run import RankState, RunState, worst
 from roxxel_dist.view.study import StudyState
 
 CURVES = ("cyan", "yellow", "green", "magenta")
@@ -217,8 +217,7 @@ def _blend(run: RunState) -> list[Text]:
 def _ranks(ranks: Sequence[RankState]) -> list[Text]:
     if not ranks:
         return []
-    worst = sorted(ranks, key=lambda rank: (rank.state != "stopped", -rank.behind, rank.rank))
-    shown = sorted(worst[:MOST_RANKS], key=lambda rank: rank.rank)
+    shown = worst(ranks, MOST_RANKS)
     rows = [["rank", "host", "pid", "state", "step", "behind", "ms/step"]]
     for rank in shown:
         still_s = rank.still_s or 0.0

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,12 @@ class RankRates:
             if seconds > 30:
                 self._first[rank.rank, rank.pid] = rank.step, rank.changed_at
         return tuple(ranks)
+
+
+def worst(ranks: Sequence[RankState], most: int) -> list[RankState]:
+    """So many ranks at most, in their order: those that are stopped, then those that are most steps behind."""
+    found = nsmallest(most, ranks, key=lambda rank: (rank.state != "stopped", -rank.behind, rank.rank))
+    return sorted(found, key=lambda rank: rank.rank)
 
 
 def changed(path: Path) -> float:

@@ -310,6 +310,42 @@ def test_where_all_hosts_that_are_back_are_away_again_everybody_is_asked(tmp_pat
     assert one.ended == "host a cannot be used: No route to host\nhost b cannot be used: No route to host"
 
 
+def test_a_pause_after_growths_is_short_again_after_a_day(tmp_path: Path) -> None:
+    """A job of months once asked a host that had been away for minutes after an hour, for growths of months ago."""
+    one = world(tmp_path, "abc", min_hosts=1)
+    pauses = []
+    for wait_s in (10.0, 10.0, 90_000.0):
+        one.now += wait_s
+        one.hosts["c"] = AWAY
+        one.passes(1.0)
+        one.hosts["c"] = UP
+        assert one.starts[-1] == ("a", "b")
+        pauses.append(one.fleet.hosts["c"].due - one.now)
+        while len(one.starts[-1]) < 3:
+            one.passes(1.0)
+            one.answer()
+    assert pauses[2] == pauses[0] < pauses[1], pauses
+
+
+def test_while_a_job_waits_every_host_is_asked_that_may_be_back(tmp_path: Path) -> None:
+    """It once asked only those for which it waited, and ended beside one that was there again."""
+    one = world(tmp_path, "abc", spare_hosts=1, host_timeout=60.0)
+    one.running = False
+    one.hosts |= {"a": AWAY, "c": AWAY}
+    attempt = AttemptSummary(cause=Cause.PREEMPTED, code=42, reached=9, counts=True, seconds=100.0)
+    one.happens(events.AttemptEnded, attempt=attempt)
+    todo = one.happens(events.Begin)
+    while not isinstance(todo[-1], events.Wait):
+        todo = one.answer()
+    one.now += todo[-1].seconds
+    one.hosts["a"] = UP  # which was let go, with c for it
+    todo = one.happens(events.Tick)
+    while not (one.running or isinstance(todo[-1], events.Wait)):
+        todo = one.answer()
+    assert one.starts[-1] == ("a", "b"), one.said
+    assert one.running
+
+
 def act(one: World, rng: random.Random) -> None:
     """Something happens to the hosts, or is asked for."""
     some = tuple(rng.sample(NAMES, rng.randint(1, len(NAMES))))

@@ -155,7 +155,8 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
         ([failure(0, 5, 9)] * 2, 9, False, 137, "rank 0 failed in step 5"),
         ([PREEMPTION, failure(0, 6, 6), failure(0, 6, 7)], 9, False, 137, "rank 0 failed in step 6"),
         ([failure(0, 5), failure(1, 80_000), failure(0, 5)], 9, True, 0, "restart 2 of 9"),
-        ([failure(0, 5), failure(1, 80_000), failure(0, 5), failure(0, 5)], 9, False, 137, "rank 0 failed in step 5"),
+        ([failure(0, 5), failure(1, 80_000), failure(0, 5), failure(0, 5)], 9, True, 0, "restart 3 of 9"),  # it passed
+        ([failure(0, 5), failure(1, 6), failure(0, 5)], 9, False, 137, "rank 0 failed in step 5"),  # it did not
         ([failure(1, 80_000)] + [failure(0, 0)] * 5, 9, True, 0, "restart 6 of 9, in 60 s"),
         ([failure(1, 80_000)] + [failure(0, 0)] * 9, 9, False, 75, "no restart is left: --max-restarts is 9"),
         ([failure(1, 5), failure(2, 9, cause=USER), failure(1, 5)], 9, True, 0, "restart 1 of 9"),
@@ -234,6 +235,8 @@ def on(host: str, rank: int = 1, step: int = 5, **more: Any) -> AttemptSummary:
         ([on("b"), on("b")], False, False, ""),
         ([on("b"), on("b", step=8)], False, True, ""),
         ([on("b"), on("b"), on("c")], True, False, ""),  # the same step on another host: the program's
+        ([on("c", 0, 3), on("b"), on("b"), on("c")], True, False, ""),  # and however often that host had failed
+        ([on("a", 0, 9), on("b"), on("c")], True, True, ""),  # a step that the job has passed before
         ([on("b", counts=False), on("b", counts=False)], True, True, "b"),
         ([on("b"), failure(None, 0, 5)], True, True, ""),  # a lost host has rules of its own
     ],

@@ -3,6 +3,7 @@
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any, get_args
 import pytest
 
 from roxxel_dist.launcher.fleet import events
-from roxxel_dist.launcher.fleet.simulation import FAILURES, Happening, Kind, Outcome, Simulation, Work, failures
+from roxxel_dist.launcher.fleet.happenings import SHARES, Happening, Kind, failures
+from roxxel_dist.launcher.fleet.simulation import Outcome, Simulation, Work
 from roxxel_dist.launcher.fleet.state import AWAY, State
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.restart import Cause
@@ -19,19 +21,24 @@ from roxxel_dist.launcher.policy.restart import Cause
 DAY_S = 86_400.0
 CALM_S = 3 * DAY_S
 """After all failures: longer than a host is set aside."""
-STARTS_AN_HOUR = 150
+IDLE_S = 2.5 * 3600
+"""Twice the longest pause after growths that came to nothing, and looks: a growth has a host wait anew."""
+STARTS_AN_HOUR = 60
 HISTORIES = 50
 
 
 class Watched(Simulation):
     """A simulation that asserts at each event what holds at any time."""
 
-    moments: list[float]
+    moment = -1.0
+    events_then = 0
+    idle_since = math.inf
 
     def step(self, event: events.Event) -> list[events.Do]:
         todo = super().step(event)
-        self.moments = [*(at for at in getattr(self, "moments", [])[-300:]), self.now]
-        assert self.moments.count(self.now) < 50 + 10 * len(self.fleet.hosts), "a loop without a pause"
+        self.events_then = self.events_then + 1 if self.now == self.moment else 1
+        self.moment = self.now
+        assert self.events_then < 50 + 10 * len(self.fleet.hosts), "a loop without a pause"
         fleet = self.fleet
         if self.running and not isinstance(event, events.AttemptEnded):
             candidates = () if fleet.look is None else fleet.look.candidates
@@ -39,10 +46,19 @@ class Watched(Simulation):
                 host = fleet.hosts[name]
                 asked = name in candidates or host.state is State.FIT or host.due < math.inf
                 assert asked or not fleet.grows_with([name]), f"nobody asks for {name} again"
+            back = [name for name in fleet.members_in(*AWAY) if name in fleet.wanted_now and self.is_well(name)]
+            warm = fleet.are(State.WARM)  # these wait for a step that no attempt has done
+            is_idle = bool(back) and fleet.plan([*warm, *back]).devices > fleet.plan(warm).devices
+            self.idle_since = min(self.idle_since, self.now) if is_idle else math.inf
+            assert self.now - self.idle_since < IDLE_S, f"{', '.join(back)} may work, and nobody takes them in"
         return todo
+
+    def is_well(self, name: str) -> bool:
+        return self.is_up(name) and self._slow.get(name, 0.0) <= self.now
 
 
 def job_of(hosts: int, **more: Any) -> JobSpec:
+    """A job with a rank on each host."""
     return JobSpec(command=("true",), nprocs=hosts - more.get("spare_hosts", 0), run_id="r", log_dir=Path("x"), **more)
 
 
@@ -67,7 +83,7 @@ def chance(seed: int, days: float, mean_days: float) -> tuple[Watched, dict[str,
         bug=rng.choice((None, None, None, 0, rng.randint(1, 100_000))),
         bug_rank=rng.choice((None, 1)),
     )
-    shares = {**FAILURES, **dict.fromkeys(get_args(Kind), 0.02)}
+    shares = {**SHARES, **dict.fromkeys(get_args(Kind), 0.02)}
     shares |= {kind: rng.choice((0.0, 0.05, 0.5)) for kind in rng.sample(get_args(Kind), 4)} | {"crash": 0.3}
     repair_s, burst = rng.choice((60.0, 900.0, 7200.0)), rng.choice((0.0, 0.2))
     mtbf_s = mean_days * DAY_S * len(hosts)
@@ -104,18 +120,30 @@ def check(one: Watched, outcome: Outcome, job: JobSpec, work: Work) -> None:
     elif outcome.code == 69:
         up = [host for host in one.fleet.members if one.is_up(host)]
         assert len(up) < (job.min_hosts or job.nprocs), story
-    elif outcome.code is not None:
-        assert work.bug is not None or not any(attempt.reached for attempt in attempts), story
-    # a job that does not get on is given up within minutes
-    grown = sum(bool(attempt.failed_growth) for attempt in attempts)
-    assert outcome.interruptions["bug"] <= job.max_restarts + 1 + grown, story
+    elif outcome.code is not None:  # one rank has failed twice at one place; without a bug, in 4 of 23,800 jobs
+        last = attempts[-1]
+        same = [each for each in attempts if (each.rank, each.step) == (last.rank, last.step)]
+        assert last.rank is not None
+        assert len(same) > 1, story
+        assert work.bug is not None or last.step or not any(attempt.reached for attempt in attempts), story
+        assert all(attempt.reached <= max(last.step, 1) for attempt in attempts), story
+    # a job that does not get on is given up within minutes: a rank fails at one place on two hosts, and once more where
+    # the first of them was set aside; growths count for nothing, and none follows another one
+    counted = [attempt for attempt in attempts if not attempt.failed_growth]
+    at_bug = [attempt.step == work.bug and attempt.rank is not None for attempt in counted]
+    hits = Counter(attempt.rank for attempt, hit in zip(counted, at_bug, strict=True) if hit)
+    first = at_bug.index(True) if any(at_bug) else len(counted)
+    saves = len({attempt.saved for attempt in counted[first:]})  # as it stops for a host that comes; so it got on
+    assert hits.total() <= (job.max_restarts + 1) * max(1, saves), story
+    assert max(hits.values(), default=0) <= 3, (hits, story)
+    assert not any(one.failed_growth and other.failed_growth for one, other in pairwise(attempts)), story
     if outcome.code is None:
         assert work.bug is None or outcome.steps < work.bug, story
         # no host that is well is set aside for good
         fleet = one.fleet
         assert not fleet.members_in(State.ASIDE), story
         assert {*one.running} <= {*fleet.working}
-        well = [host for host in fleet.wanted_now if one.is_up(host)]
+        well = [host for host in fleet.wanted_now if one.is_well(host)]
         assert not fleet.grows_with(well), (fleet.hosts, story)
     # no loop without a pause
     for (begun, _), (later, _) in zip(one.starts, one.starts[STARTS_AN_HOUR:], strict=False):
@@ -140,74 +168,9 @@ def test_a_month_of_failures(part: int) -> None:
         check(one, one.run(30 * DAY_S + CALM_S), **of)
 
 
-@pytest.mark.long  # ten thousand job-years
+@pytest.mark.long  # ten thousand job-years in six minutes: more than half of the jobs end before their year does
 @pytest.mark.parametrize("part", range(100))
 def test_a_year_of_failures(part: int) -> None:
-    for seed in range(10_000 + part * 100, 10_000 + (part + 1) * 100):
+    for seed in range(10_000 + part * 238, 10_000 + (part + 1) * 238):
         one, of = chance(seed, days=365, mean_days=7.0)
         check(one, one.run(365 * DAY_S + CALM_S), **of)
-
-
-def every(seconds: float, kind: Kind, hosts: int, *, days: float = 60.0, away: float = 600.0) -> list[Happening]:
-    """The same thing, to one host after the other."""
-    return [
-        Happening(at=seconds * (n + 1), kind=kind, hosts=(f"h{n % hosts}",), seconds=away)
-        for n in range(int(days * DAY_S / seconds))
-    ]
-
-
-def random_ones(hosts: int, number: int, days: float) -> list[Happening]:
-    """So many failures in so many days, by chance."""
-    mean = days * DAY_S / number * hosts
-    many = failures(random.Random(3), [f"h{n}" for n in range(hosts)], mean, repair_s=3600.0)
-    return [*takewhile(lambda one: one.at < days * DAY_S, many)]
-
-
-# Who tells of it; hosts, spare ones, job, work, what happened; the code at the end (None: it trains), the most
-# interruptions, the least goodput.
-HISTORIES_OF_OTHERS = {
-    "Llama 3, arXiv 2407.21783: 419 interruptions in 54 days": (
-        16, 1, {}, {"copy_every": 10}, random_ones(16, 419, 54), None, 500, 0.9,
-    ),
-    "BLOOM, arXiv 2211.05100: 48 nodes and 4 spares, one or two failures a week in 3.5 months": (
-        26, 2, {}, {"checkpoint_every": 10_000}, random_ones(26, 22, 105), None, 30, 0.97,
-    ),
-    "OPT-175B, arXiv 2205.01068: 105 restarts in two months, hosts taken away": (
-        10, 2, {}, {}, every(60 / 105 * DAY_S, "lost", 8, away=14_400.0), None, 120, 0.97,
-    ),
-    "504 B200s: three hosts of 63 were half of the exclusions": (
-        8, 2, {}, {}, every(9000.0, "crash", 1, days=1.0), None, 2, 0.9,
-    ),
-    "pytorch/pytorch#60910: a start that fails is repeated": (
-        4, 0, {"max_restarts": 3}, {"bug": 0, "bug_rank": None}, [], 75, 4, 0.0,
-    ),
-    "ray-project/ray#41285: preemptions use up max_failures": (
-        4, 1, {}, {}, every(DAY_S, "preempted", 3), None, 60, 0.97,
-    ),
-    "ray-project/ray#41285: many retries, and a bug": (4, 0, {"max_restarts": 999}, {"bug": 70_000}, [], 77, 2, 0.0),
-    "rwth-i6/sisyphus#296: a job that ends each day, and proceeds": (
-        2, 0, {"max_restarts": 1}, {}, every(DAY_S, "runtime", 2), None, 60, 0.97,
-    ),
-    "marin-community/marin#4615: ten retries of what fails always": (
-        4, 0, {"max_restarts": 10}, {"bug": 0}, [], 77, 2, 0.0,
-    ),
-    "ray-project/ray#48797: short cuts over hours add up": (
-        4, 0, {}, {}, [Happening(at=3600.0 * n, kind="link", seconds=90.0) for n in range(1, 200)], None, 200, 0.8,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("source", HISTORIES_OF_OTHERS)
-def test_what_happened_to_others(source: str) -> None:
-    number, spare, more, work, story, code, most, least = HISTORIES_OF_OTHERS[source]
-    hosts = [f"h{n}" for n in range(number)]
-    job = job_of(number, spare_hosts=spare, host_timeout=DAY_S, **more)
-    one = Watched(job, hosts, Work(step_s=1.0, save_s=2.0, **{"checkpoint_every": 500, **work}), story)
-    last = max((each.at for each in story), default=DAY_S)
-    outcome = one.run(last + 3600)
-    assert outcome.code == code, outcome.why
-    assert 0.4 * most <= sum(outcome.interruptions.values()) <= most
-    assert outcome.goodput >= least, outcome.lost
-    if code is not None:  # nothing is tried for longer than minutes
-        hit = min(begun for begun, _ in one.starts) if work["bug"] == 0 else work["bug"]
-        assert outcome.seconds - hit < 1800

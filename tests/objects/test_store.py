@@ -77,6 +77,16 @@ def test_all_pages_of_a_list_are_read(store):
     assert store.list() == []
 
 
+def test_a_folder_is_listed_without_what_lies_deeper(store):
+    for key in ("deep/b.txt", "deep/a.txt", "deep/2/x/y.txt", "deep/10/z.txt", "deeper.txt"):
+        store.write(key, b"1")
+    objects, folders = store.list_folder("deep")
+    assert ([info.key for info in objects], folders) == (["deep/a.txt", "deep/b.txt"], ["10", "2"])
+    assert "deep" in store.list_folder()[1]
+    assert "deeper.txt" in [info.key for info in store.list_folder()[0]]
+    assert store.list_folder("none") == ([], [])
+
+
 def test_large_objects_go_in_parts(store, link, tmp_path):
     data = bytes(range(256)) * (MULTIPART // 256 + 1)
     (tmp_path / "file").write_bytes(data)

@@ -96,6 +96,7 @@ def test_it_prints_json_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert f"trains{found['goodput']:.1%}" in told.replace(" ", "")
     assert "best" in told
+    assert "table 5: 77% lost hosts, 13% crashes, 8% runtime errors, 2% hangs\n" in told
 
 
 def test_a_cluster_is_refused_in_python_too() -> None:

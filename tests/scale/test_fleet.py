@@ -11,9 +11,13 @@ from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.step import fleet_of, step
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
 SIZES = [(200, 1600), pytest.param((1000, 8000), marks=pytest.mark.long)]
+
+
+AWAY = "No route to host"
 
 
 def job_on(hosts: int) -> JobSpec:
@@ -48,7 +52,36 @@ def lose_half(count: int) -> None:
     assert len(assign(job_on(count), hosts, hosts[::2]).hosts) == count // 2
 
 
+def start_again(count: int) -> None:
+    """A job of which half of the hosts are away at a restart, and then at another one the other half."""
+    hosts = [f"h{number}" for number in range(count)]
+    fleet, _ = fleet_of(job_on(count), hosts, now=0.0)
+    attempt = AttemptSummary(cause=Cause.PREEMPTED, code=42, reached=9, counts=True, seconds=600.0)
+    now = 0.0
+    for away in ({}, dict.fromkeys(hosts[::2], AWAY), dict.fromkeys(hosts[1::2], AWAY)):
+        if away:
+            fleet, _ = step(fleet, events.AttemptEnded(attempt=attempt), now)
+        fleet, todo = step(fleet, events.Begin(), now)
+        while not isinstance(todo[-1], events.Start):
+            if isinstance(look := todo[-1], events.Look):
+                asked = look.assignment.hosts
+                gone = {name: away[name] for name in asked if name in away}
+                fleet, todo = step(fleet, events.Answered(report=report_of(asked, **gone)), now)
+            else:
+                now += 4000.0  # longer than a host is waited for
+                fleet, todo = step(fleet, events.Tick(), now)
+        assert len(fleet.working) == (count // 2 if away else count)
+
+
+def decide(count: int) -> None:
+    """A job that has lost a host so many times, and got on each time."""
+    each = {"cause": Cause.INFRASTRUCTURE, "code": 137, "counts": True, "seconds": 600.0}
+    attempts = [AttemptSummary(reached=number, saved=number, **each) for number in range(1, count + 1)]
+    for _ in range(20):
+        assert next_action(attempts, 3).again
+
+
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("act", [join, lose_half])
+@pytest.mark.parametrize("act", [join, lose_half, start_again, decide])
 def test_the_rules_cost_as_much_as_there_are_hosts(act, sizes: tuple[int, int]) -> None:
     assert exponent(lambda count: cpu_of(partial(act, count)), *sizes) <= LINEAR

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from chaos_training import Training, last_state, left_behind, prepare
 from hosts import CONTROLLER, Cluster
 
 from roxxel_dist.process.exit_codes import EXIT_USAGE
+from roxxel_dist.view.run import RunReader
 
 STALL_S = 240.0
 """A job that makes no new step for so long hangs: that is longer than any pause before a restart, and a start."""
@@ -93,6 +94,8 @@ class Summary:
     gone_s: float = 0.0
     leash_s: float = 0.0
     seconds: float = 0.0
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by kind, from the timeline of the run."""
 
     @property
     def faults(self) -> Counter[str]:
@@ -102,12 +105,14 @@ class Summary:
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items()))
         codes = ", ".join(f"{code} ({count})" for code, count in sorted(self.codes.items()))
+        times = ", ".join(f"{kind} {took / self.seconds:.0%}" for kind, took in self.spent.items())
         left_out = f"; nothing to hit for: {', '.join(self.left_out)}" if self.left_out else ""
         return (
             f"{len(self.outcomes)} faults ({kinds}){left_out} in {self.seconds:.0f} s; {self.codes.total()} launches, "
             f"which ended with {codes}; {self.steps} steps, resumed {self.attempts} times, and at least {self.redone} "
             f"of them done again; no process left {self.gone_s:.2f} s after a launcher's end, and {self.leash_s:.2f} s "
-            "where a host was cut off or an agent stopped. Every row and the last state are as if nothing had been."
+            f"where a host was cut off or an agent stopped. Of the time: {times}. Every row and the last state are as "
+            "if nothing had been."
         )
 
 
@@ -338,6 +343,7 @@ def chaos(
     assert ours.keys() == theirs.keys()
     left = left_behind(work, hosts) + [str(path) for path in training.folder.rglob("*") if "tmp" in path.name]
     assert not left, f"these are left: {left}"
+    driver.summary.spent = RunReader(training.folder).read().spent
     return driver.summary
 
 

@@ -19,6 +19,7 @@ from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.process.exit_codes import EXIT_FILES
 from roxxel_dist.sweep.driver import bucket, start
+from roxxel_dist.sweep.study import stored_journal
 from roxxel_dist.sweep.study.journal import replay
 from roxxel_dist.sweep.study.stored_journal import JournalWriter, read_journal
 
@@ -116,6 +117,29 @@ def test_lines_come_in_their_order_in_one_object(store):
     assert [info.key for info in store.list() if not info.key.startswith("study.lease")] == ["journal.jsonl"]
     store.write("journal.jsonl", lines[8] + b'{"n"')
     with pytest.raises(ValueError, match=r"journal\.jsonl, line 2: damaged"):
+        read_journal(store)
+
+
+def test_what_is_sent_grows_with_the_lines_and_not_with_their_square(store, monkeypatch):
+    """Each write once replaced the whole journal. Full parts never change, and another driver reads them too."""
+    monkeypatch.setattr(stored_journal, "PART_BYTES", 2000)
+    sent, real = [], store.write
+    monkeypatch.setattr(store, "write", lambda key, data, **how: sent.append(len(data)) or real(key, data, **how))
+    lines = [json.dumps({"n": n, "text": "x" * 480}).encode() + b"\n" for n in range(40)]
+    amounts = []
+    with Lease.take(store, "study.lease", "test", log=lambda _: None) as held:
+        for some in (lines[:20], lines[20:]):
+            sent.clear()
+            with JournalWriter(store, read_journal(store), held) as writer:
+                for line in some:
+                    writer.add(line, soon=False, wait=True)
+            amounts.append(sum(sent))
+            assert read_journal(store).data == b"".join(lines[: lines.index(some[-1]) + 1])
+    assert amounts[1] < 1.5 * amounts[0]
+    keys = [info.key for info in store.list("journal")]
+    assert len(keys) == len(read_journal(store).parts) > 5
+    store.write(keys[0], b"{}")  # as nothing does
+    with pytest.raises(ValueError, match=r"journal\.jsonl, line \d+: damaged"):
         read_journal(store)
 
 

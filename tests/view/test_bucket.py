@@ -9,6 +9,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.objects.lease import Lease
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.place.bucket_folder import LEASE
+from roxxel_dist.view import bucket
 from roxxel_dist.view.bucket import BucketRunReader, RunCopy
 from roxxel_dist.view.items import finder
 from roxxel_dist.view.run import RunReader
@@ -22,7 +23,7 @@ def server(tmp_path, monkeypatch):
         yield server
 
 
-def test_a_run_in_a_bucket_is_what_the_local_one_is(server, trained, capsys):
+def test_a_run_in_a_bucket_is_what_the_local_one_is(server, trained, capsys, monkeypatch):
     """Its rows, checkpoints and who trains in it follow the bucket; while that is away the last state stays."""
     url = server.url("runs/one")
     store, here = ObjectStore.open(url), RunReader(trained).read()
@@ -39,7 +40,14 @@ def test_a_run_in_a_bucket_is_what_the_local_one_is(server, trained, capsys):
         files.pull()
         count = len(link.requests)
         files.pull()
-        assert len(link.requests) == count + 1  # what has not changed is not fetched again
+        assert len(link.requests) == count + 1  # what has not changed is not fetched again, nor listed so soon
+        monkeypatch.setattr(bucket, "CHECKPOINTS_S", 0.0)
+        files.pull()
+        # What lies deep in a checkpoint is never listed.
+        assert len(link.requests) == count + 3 + min(3, len(here.checkpoints))
+        deep = [path for path in trained.rglob("*") if len(path.relative_to(trained).parts) > 3]
+        assert deep
+        assert all(name.count("/") < 3 for name in files.objects)
         row = {"step": 11, "train_loss": 1.5}
         store.write("metrics.jsonl", store.read("metrics.jsonl") + json.dumps(row).encode() + b"\n")
         gone = here.checkpoints[0].name

@@ -25,7 +25,7 @@ AWAY_MOST_S = 60.0
 within a tenth of the time that it was away."""
 GROW_MOST_S = 3600.0
 """The longest pause after growths: each doubles it, so that a host that comes and goes costs little; one that has cost
-a start makes it eight times as long."""
+a start makes it eight times as long. After a day without one it is short again."""
 NO_WAY = re.compile(
     r"No route to host|Connection (?:refused|timed out|closed|reset)|Network is (?:unreachable|down)"
     r"|Operation timed out|Could not resolve|Host is down|i/o timeout|was refused|Unable to connect to the server"
@@ -48,9 +48,12 @@ def forgive(fleet: Fleet) -> None:
 def watch(fleet: Fleet) -> None:
     """Ranks have started: hosts that are lost are asked after a pause, where they would help, and newcomers at once."""
     fleet.look, fleet.with_warm = None, ()
+    if fleet.lengthened + REPEAT_S <= fleet.now:
+        fleet.pause_s = fleet.given.limits.look_s
     fleet.move(fleet.members_in(*AWAY), State.LOST)
     seek_lost(fleet)
-    new = [name for name in fleet.hosts if name not in fleet.members]
+    members = {*fleet.members}
+    new = [name for name in fleet.hosts if name not in members]
     fleet.move(new, State.WANTED, due=fleet.now)
 
 
@@ -69,7 +72,7 @@ def note_return(fleet: Fleet, names: Collection[str], *, failed: bool) -> None:
     names = [name for name in names if name in hosts]
     comes_and_goes = not all(hosts[name].is_known for name in names)  # a newcomer that came once does not
     if failed or comes_and_goes:
-        fleet.pause_s = min(fleet.pause_s * (8 if failed else 2), GROW_MOST_S)
+        fleet.pause_s, fleet.lengthened = min(fleet.pause_s * (8 if failed else 2), GROW_MOST_S), fleet.now
     for name in names:
         known = hosts[name].is_known and failed
         fleet.move([name], hosts[name].state, failures=0, is_known=known)

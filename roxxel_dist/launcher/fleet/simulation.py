@@ -1,17 +1,15 @@
 """A job on hosts that fail, by a virtual clock: its rules are the real ones (`step`, `policy/`), the world is not.
 
-What happens to the hosts is an iterator of `Happening`s: one that chance makes (`failures`), or the story of a real
-cluster. One rank runs on each host.
+What happens to the hosts is an iterator of `Happening`s. One rank runs on each host.
 """
 
 import math
-import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from roxxel_dist.launcher.fleet import events
+from roxxel_dist.launcher.fleet.happenings import Happening
 from roxxel_dist.launcher.fleet.state import Fleet, State
 from roxxel_dist.launcher.fleet.step import DEPART_S, SWAP_S, fleet_of, step
 from roxxel_dist.launcher.job.spec import JobSpec
@@ -29,22 +27,7 @@ WARM_S, DEPARTS_S = 15.0, 60.0
 """The imports of a host that is to join; from a system's notice to the end of a host."""
 COPY_SHARE = 0.01
 """Copies in memory take this share of the steps' time, as `memory_copies: auto` does."""
-
-Kind = Literal["crash", "runtime", "hang", "refused", "lost", "link", "preempted", "slow", "join", "leave"]
-FAILURES: Mapping[Kind, float] = {"crash": 0.35, "runtime": 0.25, "hang": 0.1, "lost": 0.25, "refused": 0.05}
-"""Shares of the causes of what ends attempts, about as large training clusters report them."""
 CODES = {"crash": -9, "refused": EXIT_NOT_STARTED, "preempted": EXIT_DRAINED, "growth": EXIT_DRAINED}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Happening:
-    """Something that happens to hosts (for `link`, to all); some kinds mean nothing where no rank runs."""
-
-    at: float
-    kind: Kind
-    hosts: tuple[str, ...] = ()
-    seconds: float = 0.0
-    """How long they are away, or slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,33 +67,13 @@ class Outcome:
     """What people read, and when."""
 
 
-def failures(
-    rng: random.Random,
-    hosts: Sequence[str],
-    mtbf_s: float,
-    *,
-    repair_s: float = 7200.0,
-    shares: Mapping[Kind, float] = FAILURES,
-    burst: float = 0.0,
-) -> Iterator[Happening]:
-    """Failures without end: each host fails once in `mtbf_s` seconds, on average, and is away for `repair_s` if it is
-    lost. `burst`: the share of failures that hit neighbours too, at once or within minutes."""
-    now, kinds, weights = 0.0, list[Kind](shares), [*shares.values()]
-    while True:
-        now += rng.expovariate(len(hosts) / mtbf_s)
-        kind, first = rng.choices(kinds, weights)[0], rng.randrange(len(hosts))
-        number = rng.randint(2, 4) if rng.random() < burst else 1
-        near = tuple(hosts[(first + n) % len(hosts)] for n in range(min(number, len(hosts))))
-        for some in (near,) if kind in ("lost", "preempted") else [(host,) for host in near]:
-            yield Happening(at=now, kind=kind, hosts=some, seconds=rng.expovariate(1 / repair_s))
-            now += rng.expovariate(1 / 120) if len(some) < len(near) else 0.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pace:
     """How an attempt trains: from step `base` on, from the time `begun` on, with a pause of `save_s` for each save."""
 
     base: int
+    since: float
+    """When the ranks began to start, or to train at this pace."""
     begun: float
     step_s: float
     save_s: float
@@ -130,6 +93,38 @@ class Pace:
         cycles, rest = divmod(passed + 1e-6, self.every * self.step_s + self.save_s)
         saved = aligned + int(cycles) * self.every
         return saved + min(self.every, int(rest / self.step_s)), max(self.base, saved)
+
+
+@dataclass(kw_only=True)
+class Account:
+    """Where the time of a job goes: each second is counted here, and once."""
+
+    work: Work
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by what they were lost to."""
+    cause: str = "start"
+    """What time without new steps is due to: the last interruption."""
+
+    def wait(self, seconds: float) -> None:
+        """Time in which nothing trains."""
+        self.spent[self.cause] += max(0.0, seconds)
+
+    def undo(self, steps: int) -> None:
+        """Steps that are lost, and done again."""
+        self.spent[self.cause] += steps * self.work.step_s
+
+    def train(self, pace: Pace, now: float) -> tuple[int, int]:
+        """Time at a pace until now, with its start; returns `pace.at(now)`."""
+        (steps, saved), spent = pace.at(now), self.spent
+        done, saves = steps - pace.base, saved // pace.every - pace.base // pace.every
+        copy_s = self.work.step_s * COPY_SHARE * bool(self.work.copy_every)
+        self.wait(min(now, pace.begun) - pace.since)
+        spent["saves"] += saves * pace.save_s
+        spent["copies"] += done * copy_s
+        spent["fewer hosts"] += done * max(0.0, pace.step_s - self.work.step_s - copy_s)
+        rest = max(0.0, now - pace.begun) - done * pace.step_s - saves * pace.save_s
+        spent["saves" if rest > pace.step_s else self.cause] += max(0.0, rest)
+        return steps, saved
 
 
 class Simulation:
@@ -155,10 +150,10 @@ class Simulation:
         self._away, self._slow = dict[str, float](), dict[str, float]()  # until when
         self._wanted = len(hosts) - job.spare_hosts  # so many work where all is well
         self._done = self._saved = self._copied = 0
-        self._refused, self._cause = "", "start"
+        self._refused = ""
+        self._account = Account(work=work)
         self._pending: tuple[float, events.Look | events.Warm] | None = None
         self._times = StepTimes(usual={0: deque([work.step_s] * 3)})
-        self._spent = defaultdict[str, float](float)
         self._do(todo)
 
     def run(self, until: float) -> Outcome:
@@ -179,7 +174,7 @@ class Simulation:
                 break
             waits = any(isinstance(do, events.AwaitEnd) for do in todo)
             self._pass(self.now + max(decision.wait, min(DEPART_S, DEPARTS_S) * waits))
-        outcome.seconds, outcome.steps, spent = self.now, self._done, self._spent
+        outcome.seconds, outcome.steps, spent = self.now, self._done, self._account.spent
         outcome.goodput = self._done * self.work.step_s / self.now
         outcome.lost = {cause: seconds / self.now for cause, seconds in sorted(spent.items()) if seconds > 0}
         return outcome
@@ -201,7 +196,7 @@ class Simulation:
                     self.outcome.log.append((self.now, text))
                 case events.Look() | events.Warm() if self.running:
                     assert self._pending is None, "one look at a time"
-                    self._pending = self.now + (WARM_S if isinstance(do, events.Warm) else ASK_S), do
+                    self._pending = self.now + WARM_S if isinstance(do, events.Warm) else self._answers_at(do), do
                 case _:
                     pass
 
@@ -229,10 +224,22 @@ class Simulation:
 
     @property
     def _change(self) -> float:
-        """Until when waiting changes nothing: a host comes or goes, or the time for it is over."""
+        """Until when waiting changes nothing: a host comes, goes or may be used again, or the time for it is over."""
         then = [until for until in self._away.values() if until > self.now]
-        then += [self._next.at] if self._next is not None else []
-        return min([*then, self.fleet.search.deadline if self.fleet.search is not None else 0.0])
+        then += [] if self._next is None else [self._next.at]
+        then += [] if self.fleet.search is None else [self.fleet.search.deadline]
+        return min((*then, *self._forgiven), default=math.inf)
+
+    @property
+    def _forgiven(self) -> list[float]:
+        """When hosts that were set aside may be used again."""
+        return [host.since + REPEAT_S for host in self.fleet.hosts.values() if host.state is State.ASIDE]
+
+    def _answers_at(self, look: events.Look) -> float:
+        """When a look ends while ranks run. Of looks at hosts that are all away, one is as good as many."""
+        if any(self.is_up(host.name) for host in self.fleet.candidates):
+            return self.now + ASK_S
+        return max(self.now + AWAY_S, self._change)
 
     def _answer(self, do: events.Look | events.Warm) -> events.Answered | events.Warmed:
         """What the hosts say by now."""
@@ -254,17 +261,16 @@ class Simulation:
         self._spend(until)
 
     def _spend(self, until: float) -> None:
-        self._spent[self._cause] += max(0.0, until - self.now)
+        self._account.wait(until - self.now)
         self.now = max(self.now, until)
 
     def _attempt(self, start: events.Start, until: float) -> AttemptResult | None:
         """The driver's and the ranks' part while ranks run; None where the job, or the time, ends."""
         work, self.running = self.work, start.assignment.hosts
         self.starts.append((self.now, self.running))
-        self._copied = self._copied if work.copy_every else 0
-        begun, before, base = self.now, self._done, max(self._saved, self._copied)
-        self._spent[self._cause] += (before - base) * work.step_s  # these are done again
-        pace = self._pace(base, begun + work.start_s)
+        before, base = self._done, max(self._saved, self._copied)
+        self._account.undo(before - base)
+        pace = self._pace(base, self.now + work.start_s)
         fate, result = self._fate(pace), None
         self.step(events.Tick())
         while result is None:
@@ -275,7 +281,7 @@ class Simulation:
             self.now, speed = max(self.now, at), self._speed
             self._done = max(base, pace.at(self.now)[0])
             if at == ends:
-                self._settle(pace, begun)
+                self._settle(pace)
                 self.outcome.code = 0 if ends < until else None
                 return None
             if at == fate[0]:
@@ -286,17 +292,19 @@ class Simulation:
                 (_, do), self._pending = self._pending, None
                 self.step(self._answer(do))
             if hit is not None:
-                self._settle(pace, begun)
+                self._settle(pace)
                 result = self._end(*hit, entered)
                 continue
             self.step(events.Tick())
+            leaving = self.fleet.members_in(State.LEAVING)
             if speed != self._speed and self.now > pace.begun:
-                self._settle(pace, begun)
-                pace, begun = self._pace(self._done, self.now), self.now
+                self._settle(pace)
+                pace = self._pace(self._done, self.now)
                 fate = self._fate(pace)
-            drains = self.step(events.CanDrain()) if self._done > before else ()
+            may_drain = self._done > before and (self.fleet.kept or self.fleet.leaves_since is not None or leaving)
+            drains = self.step(events.CanDrain()) if may_drain else ()
             if drain := next((do for do in drains if isinstance(do, events.Drain)), None):
-                self._settle(pace, begun)
+                self._settle(pace)
                 result = self._end("growth", self.running, self._done + 1)
                 result.host_change = drain.then
         self.running, self._pending = (), None
@@ -321,34 +329,24 @@ class Simulation:
 
     def _pace(self, base: int, begun: float) -> Pace:
         step_s = self.work.step_s * (1 + COPY_SHARE * bool(self.work.copy_every)) / self._speed
-        return Pace(base=base, begun=begun, step_s=step_s, save_s=self.work.save_s, every=self.work.checkpoint_every)
+        every, save_s = self.work.checkpoint_every, self.work.save_s
+        return Pace(base=base, since=self.now, begun=begun, step_s=step_s, save_s=save_s, every=every)
 
     def _wake(self, new_step: float) -> float:
         """When a tick changes something."""
         fleet, now = self.fleet, self.now
         dues = [host.due for host in fleet.hosts.values() if host.state is not State.WORKING]
-        dues += [host.since + REPEAT_S for host in fleet.hosts.values() if host.state is State.ASIDE]
+        dues += self._forgiven
         dues += [new_step] + ([] if fleet.leaves_since is None else [fleet.leaves_since + SWAP_S])
         dues += [until for host, until in self._away.items() if host in fleet.kept]
         return min((due for due in dues if due > now), default=math.inf)
 
-    def _settle(self, pace: Pace, begun: float) -> None:
-        """Account for what was done until now: the start, steps, saves."""
-        work, spent = self.work, self._spent
-        steps, saved = pace.at(self.now)
-        spent[self._cause] += max(0.0, min(self.now, pace.begun) - begun)
-        if self.now > pace.begun:
-            done = steps - pace.base
-            saves = (saved - pace.base // pace.every * pace.every) // pace.every if saved > pace.base else 0
-            spent["saves"] += saves * pace.save_s
-            spent["copies"] += done * work.step_s * COPY_SHARE * bool(work.copy_every)
-            full = work.step_s * (1 + COPY_SHARE * bool(work.copy_every))
-            spent["fewer hosts"] += done * max(0.0, pace.step_s - full)
-            rest = self.now - pace.begun - done * pace.step_s - saves * pace.save_s
-            spent["saves" if rest > pace.step_s else self._cause] += max(0.0, rest)
-        self._done, self._saved = steps, max(self._saved, saved if saved > pace.base else 0)
-        if work.copy_every:
-            self._copied = max(self._copied, steps // work.copy_every * work.copy_every)
+    def _settle(self, pace: Pace) -> None:
+        """Note what was done at this pace until now."""
+        self._done, saved = self._account.train(pace, self.now)
+        self._saved = max(self._saved, saved if saved > pace.base else 0)
+        if every := self.work.copy_every:
+            self._copied = max(self._copied, self._done // every * every)
 
     def _strike(self) -> tuple[str, tuple[str, ...]] | None:
         """Let the next thing happen; returns what ends the attempt by it, and the hosts that do, if any."""
@@ -377,7 +375,7 @@ class Simulation:
     def _end(self, kind: str, hosts: tuple[str, ...], entered: int) -> AttemptResult:
         """How an attempt ends by these hosts in this step, when the launcher has seen it."""
         self.outcome.interruptions[kind] += 1
-        self._cause, ranks, job, now = kind, self.running, self.fleet.given, self.now
+        self._account.cause, ranks, job, now = kind, self.running, self.fleet.given, self.now
         result = AttemptResult(hosts=len(ranks), reached=entered)
         rank = ranks.index(hosts[0])
         if kind == "hang":

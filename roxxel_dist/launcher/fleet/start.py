@@ -77,7 +77,7 @@ def waited(fleet: Fleet, search: Search) -> None:
         fleet.move(new, State.WANTED)
         fleet.change_members(joins=new)
     fleet.move([name for name in search.replaced if name in fleet.members], State.WANTED)
-    search.replaced = frozenset()
+    search.replaced, search.reserve = frozenset(), frozenset(fleet.members_in(*AWAY))
     ask(fleet)
 
 
@@ -106,7 +106,7 @@ def _start(fleet: Fleet, search: Search, look: events.Look, report: PreflightRep
         names = ", ".join(search.gone_by)
         fleet.unsay(SEARCH)
         fleet.say(f"waiting {wait_s:.0f} s: by then the ranks on {names} have ended, cut off or not", SEARCH)
-    present = _present(fleet)
+    present = dict.fromkeys(_present(fleet))
     away = [name for name in fleet.members if name not in present and fleet.hosts[name].state is not State.ASIDE]
     fleet.move(away, State.LOST)
     fleet.move(present, State.SPARE, failures=0, due=math.inf)
@@ -164,7 +164,7 @@ def _change(fleet: Fleet, search: Search, report: PreflightReport, trusted: Coll
     if not (is_replaced or may_shrink or aside):
         fleet.todo.append(events.GiveUp(text="\n".join(errors), unreachable=bool(report.unreachable)))
         return
-    fleet.move([name for name in present if name not in rest], State.LOST)
+    fleet.move([name for name in present if name in wrong], State.LOST)
     if not is_replaced:
         fleet.move(aside, State.WANTED)  # one that was lost, or failed, is better than none
     for error in errors:

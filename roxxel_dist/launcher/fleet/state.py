@@ -124,6 +124,8 @@ class Fleet:
     """Hosts whose devices are to be checked by the next look."""
     pause_s: float = Limits.look_s
     """Between two looks at hosts of which nothing is known."""
+    lengthened: float = -math.inf
+    """When that pause grew last."""
     leaves_since: float | None = None
     """Since when ranks could leave for hosts that are to leave."""
     said: frozenset[tuple[str, str]] = frozenset()
@@ -146,7 +148,8 @@ class Fleet:
 
     def members_in(self, *states: State) -> tuple[str, ...]:
         """The members in one of these states, in the order of their ranks."""
-        return tuple(name for name in self.members if self.hosts[name].state in states)
+        hosts = self.hosts
+        return tuple([name for name in self.members if hosts[name].state in states])
 
     @property
     def working(self) -> tuple[str, ...]:
@@ -205,7 +208,7 @@ class Fleet:
 
     def are(self, state: State) -> tuple[str, ...]:
         """The candidates in this state."""
-        if all(host.state is not state for host in self.hosts.values()):  # nearly always
+        if state not in [host.state for host in self.hosts.values()]:  # nearly always
             return ()
         return tuple(host.name for host in self.candidates if host.state is state)
 
@@ -258,6 +261,8 @@ class Fleet:
         """Hosts come to this state."""
         for name in names:
             host = self.hosts.get(name) or Host(name=name, since=self.now)
+            if host.state is state and not values and name in self.hosts:
+                continue
             since = host.since if host.state is state else self.now
             self.hosts[name] = replace(host, state=state, since=since, **values)
 

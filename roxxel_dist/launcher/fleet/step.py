@@ -157,12 +157,13 @@ def _follow_list(fleet: Fleet, hosts: Sequence[str]) -> None:
 
 def _forget(fleet: Fleet, names: Sequence[str] | set[str]) -> None:
     """These hosts are looked at, and spoken of, as if they were new."""
+    members = {*fleet.members}
     for name in names:
-        if name in fleet.members:
+        if name in members:
             host = fleet.hosts[name]
             due = {"due": fleet.now} if host.state is State.UNFIT else {}
             fleet.move([name], host.state, failures=0, absences=0, is_known=False, **due)
-    fleet.drop([name for name in names if name not in fleet.members])
+    fleet.drop([name for name in names if name not in members])
     fleet.unsay(*names)
 
 
@@ -212,7 +213,8 @@ def _drain(fleet: Fleet, event: events.CanDrain) -> None:
         fleet.leaves_since = None
         return
     since = fleet.leaves_since = fleet.leaves_since or fleet.now
-    is_first_look = any(not host.is_known for host in fleet.candidates if host.name not in fleet.members)
+    members = {*fleet.members}
+    is_first_look = any(not host.is_known for host in fleet.candidates if host.name not in members)
     if not joins and is_first_look and fleet.now < since + SWAP_S:
         return
     back = [name for name in joins if name in fleet.members]

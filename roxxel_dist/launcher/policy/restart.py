@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import Literal
 
 from roxxel_dist.launcher.policy.outcome import AttemptResult, as_code, exit_code, first_failure, is_cut_off
@@ -186,22 +187,21 @@ def _after_failure(
 ) -> Decision:
     """What follows after these attempts, of which the last is a failure.
 
-    A rank that fails twice in the same step, with no new step in between, would fail there again. Step 0 is no place in
-    a program: it stands for a start, and a program that has entered a step can start.
+    A rank that fails twice in the same step, with no new step in between, would fail there again, unless the fault is
+    its host's, and another host is there: a rank that has failed there on two hosts is tried on no third one. A step
+    that another attempt has passed is no such place, and step 0 stands for a start: a program that has entered a
+    step can start.
     """
     since = _since_progress(attempts)
     failures = [attempt for attempt in since if is_failure(attempt, restart_on)]
     last = failures[-1]
     same_host = _failures_of_host(attempts, restart_on)
     replaced = last.host if same_host > 1 and can_replace(last.host) else ""
-    again = any(
-        is_failure(attempt, restart_on)
-        and (attempt.rank, attempt.step) == (last.rank, last.step)
-        and not _came_to_new_step(attempts, number)
-        for number, attempt in enumerate(attempts[:-1])
-    )
-    can_start = not last.step and any(attempt.reached for attempt in attempts)
-    if last.counts and last.rank is not None and again and not (replaced or can_start):
+    same = _same_failures(attempts, restart_on) if last.counts and last.rank is not None else ()
+    others = [attempt.reached for attempt in attempts[:-1] if attempt not in same]
+    can_pass = max(others, default=0) > last.step + bool(last.step)
+    of_program = any(attempt.host != last.host for attempt in same) or not replaced
+    if same and of_program and not can_pass:
         place = f"in step {last.step}" if last.step else "before its first step"
         why = (
             f"not started again: rank {last.rank} failed {place} in an earlier attempt too, so a restart would not help"
@@ -251,13 +251,21 @@ def _failures_of_host(attempts: Sequence[AttemptSummary], restart_on: RestartOn)
     return count
 
 
-def _came_to_new_step(attempts: Sequence[AttemptSummary], number: int) -> bool:
-    """Whether one of the attempts after this one came to a new step.
+def _same_failures(attempts: Sequence[AttemptSummary], restart_on: RestartOn) -> Sequence[AttemptSummary]:
+    """Earlier failures of the rank that failed last, in the same step, with no new step since then.
 
     One step more is none: the others may or may not enter the next step before they notice a rank that fails.
     """
-    before = max(attempt.reached for attempt in attempts[: number + 1])
-    return max(attempt.reached for attempt in attempts[number + 1 :]) > before + 1
+    last, found = attempts[-1], list[AttemptSummary]()
+    before, since = [*accumulate((attempt.reached for attempt in attempts), max)], last.reached
+    for number in reversed(range(len(attempts) - 1)):
+        attempt = attempts[number]
+        if since > before[number] + 1:  # and so it is after all earlier ones
+            break
+        if is_failure(attempt, restart_on) and (attempt.rank, attempt.step) == (last.rank, last.step):
+            found.append(attempt)
+        since = max(since, attempt.reached)
+    return found
 
 
 def _when(wait: float) -> str:

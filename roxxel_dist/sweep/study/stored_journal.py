@@ -1,10 +1,15 @@
-"""The journal of a study in an object store: one object, which each write replaces whole.
+"""The journal of a study in an object store: one object, which each write replaces, and parts that never change.
+
+Lines that are `PART_BYTES` long together become a part; the first line of the object then names all parts, in order.
+So what a study sends grows with its lines, and not with their square. A part is there before the object names it, and
+its name is that of its contents: a driver that loses the study in between leaves one that nobody reads.
 
 A write names the object that it replaces (If-Match): where the store obeys conditions, of two drivers that believe to
 be alone one is refused at its first write, and no line of the other is lost. On other stores the lease is checked
 before each write.
 """
 
+import hashlib
 import json
 import threading
 import time
@@ -22,6 +27,8 @@ from roxxel_dist.process.exit_codes import UserError
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore
 
+PARTS, PART_BYTES = "journal", 256 << 10
+"""The folder of the parts, and how long they are at least."""
 FLUSH_S = 1.0
 """How often lines are written that nothing waits for."""
 LEASE_POLL_S = 0.2
@@ -34,6 +41,10 @@ class StoredJournal:
     data: bytes
     etag: str | None
     """Of its object; None where there is none."""
+    parts: tuple[str, ...] = ()
+    """The keys of its parts."""
+    parted: int = 0
+    """The bytes of `data` that are in parts."""
 
 
 def read_journal(store: "ObjectStore") -> StoredJournal:
@@ -46,8 +57,18 @@ def read_journal(store: "ObjectStore") -> StoredJournal:
             return StoredJournal(data=b"", etag=None)
         except StorePreconditionError:  # replaced between the two
             continue
-        _check_lines(store.url.join(JOURNAL), data)
-        return StoredJournal(data=data, etag=etag)
+        parts, rest = _parts_of(data)
+        before = b"".join(map(store.read, parts))
+        _check_lines(store.url.join(JOURNAL), before + rest)
+        return StoredJournal(data=before + rest, etag=etag, parts=parts, parted=len(before))
+
+
+def _parts_of(data: bytes) -> tuple[tuple[str, ...], bytes]:
+    """The keys of the parts that an object names, and the lines that are its own."""
+    first, _, rest = data.partition(b"\n")
+    if not first.startswith(b'{"parts": '):
+        return (), data
+    return tuple(json.loads(first)["parts"]), rest
 
 
 def _check_lines(url: ObjectUrl, data: bytes) -> None:
@@ -70,7 +91,7 @@ class JournalWriter:
 
     def __init__(self, store: "ObjectStore", stored: StoredJournal, held: Lease) -> None:
         self._store, self._lease = store, held
-        self._data, self._etag = stored.data, stored.etag
+        self._data, self._etag, self._parts = stored.data[stored.parted :], stored.etag, stored.parts
         self._conditions = store.supports_conditions()
         self._changed = threading.Condition()
         self._pending, self._is_urgent, self._is_over = b"", False, False
@@ -126,7 +147,7 @@ class JournalWriter:
                 return
             written = time.monotonic()
             try:
-                self._write(self._data + data)
+                self._write(data)
             except Exception as error:  # whatever it is, it is raised where the next line is added
                 with self._changed:
                     self._failure = error
@@ -137,18 +158,24 @@ class JournalWriter:
                 self._changed.notify_all()
 
     def _write(self, data: bytes) -> None:
-        """Replace the object that this process has read or written last."""
+        """Add lines to the object that this process has read or written last."""
+        parts, data = self._parts, self._data + data
+        if len(self._data) >= PART_BYTES:
+            key = f"{PARTS}/{hashlib.sha256(self._data).hexdigest()[:32]}.jsonl"
+            self._store.write(key, self._data)
+            parts, data = (*parts, key), data[len(self._data) :]
+        whole = (json.dumps({"parts": parts}) + "\n").encode() * bool(parts) + data
         try:
             if self._conditions:
-                etag = self._store.write(JOURNAL, data, if_absent=self._etag is None, if_match=self._etag)
+                etag = self._store.write(JOURNAL, whole, if_absent=self._etag is None, if_match=self._etag)
             else:
                 self._wait_for_lease()
                 if self._etag_there() != self._etag:
                     raise self._taken()
-                etag = self._store.write(JOURNAL, data)
+                etag = self._store.write(JOURNAL, whole)
         except StorePreconditionError as error:
             raise self._taken() from error
-        self._data, self._etag = data, etag
+        self._data, self._etag, self._parts = data, etag, parts
 
     def _etag_there(self) -> str | None:
         try:

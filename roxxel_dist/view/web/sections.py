@@ -23,7 +23,7 @@ from roxxel_dist.utils.display import plain
 from roxxel_dist.view.curve import Bucket, curve_of, reduced
 from roxxel_dist.view.items import State
 from roxxel_dist.view.job import JobState
-from roxxel_dist.view.run import RankState, RunState, changed
+from roxxel_dist.view.run import RankState, RunState, changed, worst
 from roxxel_dist.view.study import StudyState
 
 LISTED = ("train_loss", "val_loss", "tokens")
@@ -31,6 +31,8 @@ LISTED = ("train_loss", "val_loss", "tokens")
 LISTED_BUCKETS, OPEN_BUCKETS = 400, 1024
 """Buckets of a curve in a list, and of an open run."""
 MOST_RESUMES = 200
+MOST_RANKS = 256
+"""Ranks that are sent, each second: those that are furthest behind."""
 MOST_CHOICES = 100
 """Choices of a parameter whose axis has a place for each."""
 BOUNDED = [name for name, (numbers, _) in CONTINUOUS.items() if "min" in numbers]
@@ -192,7 +194,8 @@ def _job(state: JobState, brief: bool) -> Iterator[tuple[str, Any]]:
 
 def _ranks(ranks: Sequence[RankState], restarts: Sequence[Restart]) -> dict[str, Any]:
     return {
-        "ranks": [dataclasses.asdict(rank) for rank in ranks],
+        "ranks": [dataclasses.asdict(rank) for rank in worst(ranks, MOST_RANKS)],
+        "more": max(0, len(ranks) - MOST_RANKS),
         "restarts": [dataclasses.asdict(restart) for restart in restarts],
     }
 

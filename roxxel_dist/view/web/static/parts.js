@@ -51,20 +51,19 @@ function blendTable({ phases, current, realised }) {
 
 const STILL_S = 5;
 
-function ranksCard({ ranks, restarts, attempts, job }) {
+function ranksCard({ ranks, more: others, restarts, attempts, job }) {
   if (!ranks.length && !restarts.length) return null;
-  const most = Math.max(0, ...ranks.map(({ step }) => step));
   const rows = ranks.map((rank) => {
     const state = rank.state === "stopped" ? "stopped rank" : rank.state;
     const more = rank.still_s > STILL_S ? `for ${format.duration(rank.still_s)}` : "";
     return {
       mark: rank.state === "stopped" ? "bad" : "",
-      cells: [String(rank.rank), rank.host, h("span", {}, rank.state === "stopped" ? badge(state) : state, more ? ` ${more}` : ""), format.integer(rank.step), format.integer(most - rank.step), isNumber(rank.ms_per_step) ? rank.ms_per_step.toFixed(0) : NONE],
+      cells: [String(rank.rank), rank.host, h("span", {}, rank.state === "stopped" ? badge(state) : state, more ? ` ${more}` : ""), format.integer(rank.step), format.integer(rank.behind), isNumber(rank.ms_per_step) ? rank.ms_per_step.toFixed(0) : NONE],
     };
   });
   const table = rows.length ? plainTable("Ranks", ["Rank", "Host", "State", "Step", "Behind", "ms per step"], rows, [3, 4, 5]) : null;
   const list = restarts.length ? [h("h3", {}, restarts.length === 1 ? "1 restart" : `${restarts.length} restarts`), h("ol", { class: "restarts" }, [...restarts].reverse().map((one) => h("li", {}, h("time", {}, format.time(one.time)), h("span", {}, `attempt ${one.attempt} ended at step ${format.integer(one.step)}`), h("span", { class: "cause" }, one.cause))))] : null;
-  return card("Ranks", h("p", { class: "note" }, [job ? `job ${job}` : "", attempts > 1 ? `${attempts} attempts` : ""].filter(Boolean).join(" · ")), table, list);
+  return card("Ranks", h("p", { class: "note" }, [job ? `job ${job}` : "", attempts > 1 ? `${attempts} attempts` : "", others ? `${format.integer(others)} ranks more, none of them further behind` : ""].filter(Boolean).join(" · ")), table, list);
 }
 
 /** What the time went to. */
