@@ -14,7 +14,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.devices.targets import GPUS, TPUS, gpu_config, is_too_large, memory_in, parse_target
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.estimate.estimate import EstimateRequest
+from roxxel_dist.run.estimate.figures import EstimateRequest
 
 TPU_PYTHON = Path(__file__).parents[2] / ".cache" / "tpu" / "bin" / "python"
 CONFIG = """
@@ -210,7 +210,7 @@ def test_a_tpu_slice(work):
 @pytest.mark.timeout(900)
 def test_layouts_of_a_tpu_slice(work):
     """The least roofline is first, all that fit come before all that do not, and the first is a config that trains."""
-    found, _ = plan(work, "--target", "v5e:2x2", "--layouts", "--fsdp_devices", "3", "--tensor_devices", "7")
+    found, _ = plan(work, "--target", "v5e:2x2", "--layouts", "--fsdp", "--fsdp_devices", "3", "--tensor_devices", "7")
     layouts = found["layouts"]
     fields = [layout["fields"] for layout in layouts]
     assert {} in fields
