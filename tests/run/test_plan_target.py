@@ -216,11 +216,12 @@ def test_layouts_of_a_tpu_slice(work):
     assert {} in fields
     assert {"fsdp": True} in fields
     assert {"fsdp": True, "tensor_devices": 2} in fields
-    assert not any(each.get("tensor_devices", 1) > 2 for each in fields)  # a head is not divided
     steps = [layout["step"] for layout in layouts]
     rooflines = [step["roofline_seconds"] for step in steps if step["fits"]]
     assert rooflines == sorted(rooflines)
-    assert all(step["flops_ratio"] == pytest.approx(1, abs=0.05) for step in steps)
+    # A head is not divided: 4 devices repeat the work of attention with 2 of them.
+    repeated = [each.get("tensor_devices", 1) > 2 for each in fields]
+    assert [step["flops_ratio"] > 1.05 for step in steps] == repeated
     words = [word for name, value in fields[0].items() for word in (f"--{name}", str(value))]
     of_plan, _ = plan(work, "--target", "v5e:2x2", *words)
     of_best = of_plan["phases"][0]["target"]
