@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.step_parts import CASTS
-from roxxel_dist.model.attention.kernels import RESIDUALS
 from roxxel_dist.model.attention.kv_cache import AttentionMetadata, LayerCache
+from roxxel_dist.model.attention.mask import RESIDUALS
 from roxxel_dist.model.config import GradientCheckpointing
 from roxxel_dist.model.layers import STACKED, DynamicScalar
 

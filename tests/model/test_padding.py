@@ -67,7 +67,7 @@ def test_padding_changes_no_result(fields, packed, monkeypatch):
     batch = Packed(tokens, np.cumsum(places == 0, 1, dtype=np.int32) - 1, places) if packed else tokens
     plain = computed(batch, **fields)
     lengths = []
-    monkeypatch.setattr(attend, "_kernel_length", lambda *a, **k: lengths.append(a[2]) or 64)
+    monkeypatch.setattr(attend, "_kernel_tokens", lambda *a, **k: lengths.append(a[2]) or 64)
     found = computed(batch, **fields)
     assert set(lengths) == {63}
     for mine, whole in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
