@@ -60,7 +60,7 @@ class LongShapes:
         return cls(programs, model, rows, piece, segments, x, q, (k, v), kv, normed, mixed, log_sums)
 
     @property
-    def kept(self) -> Any:
+    def residuals(self) -> Any:
         """What a layer's forward pass leaves for the backward pass."""
         return self.x, self.q, self.own_kv, self.normed, self.mixed, self.log_sums
 
@@ -134,20 +134,20 @@ class LongSums:
         programs = PiecePrograms.of_model(shard_programs, model, batch, training=True)
         shapes = LongShapes.of_batch(programs, layout, model, batch)
         sums = shapes.sums | {use: [shapes.sums[use]] * programs.layers for use in (BEFORE, AFTER)}
-        named = jax.eval_shape(lambda sums: programs.named(sums, model.params), sums)
+        named = jax.eval_shape(lambda sums: programs.sums_by_name(sums, model.params), sums)
         is_packed = hasattr(batch, "tokens")
         totals = Totals.of_params(
             shard_programs,
             state.params,
             named,
             layout=layout,
-            join=lambda sums, model, counts: programs.joined(sums, model, is_packed=is_packed),
+            join=lambda sums, model, counts: programs.join_uses(sums, model, is_packed=is_packed),
             weight=lambda sums: sums[LAST][1][1],
             batch=batch,
         )
 
         def join_sums(sums: dict[str, Any]) -> Packed:
-            return totals.pack(programs.named(sums, model.params))
+            return totals.pack(programs.sums_by_name(sums, model.params))
 
         return cls(shapes, totals, join_sums, (sums,), jax.eval_shape(join_sums, sums))
 

@@ -129,7 +129,7 @@ def long_peaks(own: LongSums, state: TrainState, hparams: Hparams, temporaries: 
     shards = [layout.shards_of(device) for device in layout.line.devices.flat]
     trees, held, most = max(len(subtrees(each)) for each in shards), max(map(_held, shards)), layout.most
     depth, cut = shapes.programs.layers, shapes.programs.cut
-    kept = most * whole_bytes(shapes.kept)
+    kept = most * whole_bytes(shapes.residuals)
     # Keys and values of the rows of a device, and of one row the sums of their gradients.
     rows = whole_bytes(shapes.kv) * (max(1, most // cut.parts) if layout.is_even else 2 * layout.count // cut.parts)
     sums = sum(math.prod(leaf.shape) * 4 for leaf in shapes.kv)
@@ -178,7 +178,7 @@ def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[fl
     together = gathered_bytes(_moments(state, blocks.small)) + rest
     needs = [3 * share, together, *(moments + GROUP_COPIES * size for moments, size in others)]
     if not owner.is_cut:
-        arrays = Selection.of_names(state, blocks.groups[0]).apart(state)[0]
+        arrays = Selection.of_names(state, blocks.groups[0]).leaves(state)[0]
         needs.append(SPREAD_COPIES * (whole_bytes(arrays) + first[1]) / owner.count)
     elif len(owner.teams[0]) > 1:
         needs.append(2 * first[1] * len(owner.owned[0]) / owner.count)
@@ -188,4 +188,4 @@ def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[fl
 def _moments(state: TrainState, names: tuple[str, ...]) -> list[Any]:
     """What the optimizer keeps of some parameters."""
     params = {id(leaf) for leaf in state.params.values()}
-    return [leaf for leaf in Selection.of_names(state, names).apart(state)[0] if id(leaf) not in params]
+    return [leaf for leaf in Selection.of_names(state, names).leaves(state)[0] if id(leaf) not in params]

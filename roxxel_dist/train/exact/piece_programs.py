@@ -108,7 +108,7 @@ class PiecePrograms:
 
         return {name: params[name] for name in self.names[use]}, function
 
-    def _pulled(self, use: str, model: Model, shard: Any, layer: Any, compute: Any, args: Any, gradient: Any) -> Any:
+    def _pull_back(self, use: str, model: Model, shard: Any, layer: Any, compute: Any, args: Any, gradient: Any) -> Any:
         """(the packed gradients of the parameters of a use, those of `args`) from the gradient of the result."""
         own, function = self._function(use, model, shard, layer, compute)
         d_own, *d_args = jax.vjp(function, own, *args)[1](gradient)
@@ -138,7 +138,7 @@ class PiecePrograms:
             q, *kv, normed = before_attention(block, x, position)
             return q, *(each.astype(jnp.float32) for each in kv), normed
 
-        grads, more = self._pulled(BEFORE, model, shard, layer, compute, (x,), (d_q, *d_kv, d_normed))
+        grads, more = self._pull_back(BEFORE, model, shard, layer, compute, (x,), (d_q, *d_kv, d_normed))
         return grads, d_x + more
 
     def after(
@@ -171,7 +171,7 @@ class PiecePrograms:
     ) -> tuple[Packed, jax.Array, jax.Array, jax.Array | None, Any]:
         """The gradients of parameters, of `x`, `q`, `normed`, and float32 of `kv`."""
         args = x, mixed, normed
-        grads, d_x, d_mixed, d_normed = self._pulled(
+        grads, d_x, d_mixed, d_normed = self._pull_back(
             AFTER, model, shard, layer, after_attention, args, (d_x, d_balance)
         )
         (k, v), at = kv, self._keys(shard, segments, q)
@@ -225,7 +225,7 @@ class PiecePrograms:
         row = jnp.arange(self.rows) == shard // self.cut.parts
         return loss, count, of_experts, jnp.where(row, loss, 0), jnp.where(row, count, 0)
 
-    def named(self, sums: Mapping[str, Any], params: Leaves) -> dict[str, Any]:
+    def sums_by_name(self, sums: Mapping[str, Any], params: Leaves) -> dict[str, Any]:
         """The sums of all uses of (abstract) parameters by name: "first", "before" and "after" are gradients, "last"
         gradients and what `_losses` found.
 
@@ -240,7 +240,7 @@ class PiecePrograms:
             named[use] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *layers)
         return named
 
-    def joined(self, sums: Mapping[str, Any], model: Model, *, is_packed: bool) -> tuple[Sums, Leaves]:
+    def join_uses(self, sums: Mapping[str, Any], model: Model, *, is_packed: bool) -> tuple[Sums, Leaves]:
         """(the sums of all shards, the counts of random streams after a step) of what `named` gives; gradients that
         are left out of that stay so."""
         grads, (loss, count, of_experts, row_loss, row_count) = sums[LAST]

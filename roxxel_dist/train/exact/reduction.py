@@ -139,7 +139,7 @@ class Sent:
     names: Sequence[str]
     arrange: Programs
     """The pieces of a device's sums."""
-    across: Any
+    send: Any
     kept: Any
     """What a device gets, as shapes, by the number of the name."""
 
@@ -183,15 +183,15 @@ class Sent:
             name: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype, sharding=layout.cut)
             for name, leaf in own.items()
         }
-        across = jax.shard_map(add_rest, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False)
-        return cls(layout, names, arrange, compile_one(jax.jit(across), (whole,), layout.line), kept)
+        send = jax.shard_map(add_rest, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False)
+        return cls(layout, names, arrange, compile_one(jax.jit(send), (whole,), layout.line), kept)
 
     def run(self, sums: list[list[Packed]]) -> list[Packed]:
         """These totals, by device of this process, of the sums of its subtrees, which are given back."""
         own = [[{str(i): tree.pop(name) for i, name in enumerate(self.names)} for tree in trees] for trees in sums]
         arranged = [arrange(trees) for arrange, trees in zip(self.arrange, own, strict=True)]
         del own
-        total = self.across({name: self.layout.along([piece[name] for piece in arranged]) for name in arranged[0]})
+        total = self.send({name: self.layout.along([piece[name] for piece in arranged]) for name in arranged[0]})
         return [
             {name: total[str(k)].addressable_data(i) for k, name in enumerate(self.names)} for i in range(len(sums))
         ]
@@ -226,10 +226,10 @@ class Reduction:
 
     def run(self, sums: Callable[[int, int], Packed]) -> list[Packed]:
         """The sums of all shards on each device; `sums` gives those of the k-th shard of the i-th device."""
-        return self.exchange.run(self.own(sums))
+        return self.exchange.run(self.sums_of_subtrees(sums))
 
-    def own(self, sums: Callable[[int, int], Packed]) -> list[list[Packed]]:
-        """Of each device of this process the sums of its subtrees."""
+    def sums_of_subtrees(self, sums: Callable[[int, int], Packed]) -> list[list[Packed]]:
+        """The sums of the subtrees of each device of this process."""
         shards = self.layout.owned
         trees = [Tree(self.add[i] if self.add else add_sums, own.start) for i, own in enumerate(shards)]
         for k in range(self.layout.most):

@@ -53,7 +53,7 @@ class Totals:
     def ownership(self, blocks: Blocks, state: TrainState) -> Ownership:
         """Of blocks of such an (abstract) state, with shardings."""
         alike = Selection.of_names(state, blocks.groups[0])
-        leaves = list(zip(alike.names_of_own, alike.apart(state)[0], strict=True))
+        leaves = list(zip(alike.names_of_own, alike.leaves(state)[0], strict=True))
         return Ownership.of_blocks(self.layout, blocks, leaves)
 
     def compile_update(

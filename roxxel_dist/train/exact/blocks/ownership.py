@@ -60,7 +60,7 @@ class Ownership:
         """The blocks of the largest share."""
         return max(map(len, self.shares))
 
-    def of_here(self, ranges: Sequence[range]) -> list[range]:
+    def on_this_process(self, ranges: Sequence[range]) -> list[range]:
         """Those of the devices of this process."""
         places = {device: i for i, device in enumerate(self.layout.line.devices.flat)}
         return [ranges[places[device]] for device in self.layout.devices]
@@ -68,18 +68,18 @@ class Ownership:
     def pieces(self, flat: jax.Array) -> jax.Array:
         """[devices, M]: what is sent to each device that adds it up, of all blocks, [1, N]."""
         order = [own[min(i, len(own) - 1)] for own in self.shares for i in range(self.most)]
-        return _taken(flat.reshape(self.count, -1), order).reshape(len(self.shares), -1)
+        return _rows_in_order(flat.reshape(self.count, -1), order).reshape(len(self.shares), -1)
 
     def gather_team(self, flat: jax.Array) -> jax.Array:
         """[1, N], the blocks that a device updates, from its share; within a shard_map over all devices."""
         team = self.teams[0]
         groups = None if len(self.teams) == 1 else self.teams
         own = flat.reshape(self.most, -1)
-        return _gathered(own, [self.shares[i] for i in team], self.owned[team[0]], groups).reshape(1, -1)
+        return _gather_blocks(own, [self.shares[i] for i in team], self.owned[team[0]], groups).reshape(1, -1)
 
     def gather_all(self, flat: jax.Array) -> jax.Array:
         """[1, N], all blocks, likewise."""
-        return _gathered(flat.reshape(self.most, -1), self.shares, range(self.count)).reshape(1, -1)
+        return _gather_blocks(flat.reshape(self.most, -1), self.shares, range(self.count)).reshape(1, -1)
 
 
 def _owned(layout: Layout, blocks: Blocks, name: str, leaf: Any) -> tuple[range, ...] | None:
@@ -94,12 +94,12 @@ def _owned(layout: Layout, blocks: Blocks, name: str, leaf: Any) -> tuple[range,
     return tuple(found[device] for device in layout.line.devices.flat)
 
 
-def _taken(rows: jax.Array, order: list[int]) -> jax.Array:
+def _rows_in_order(rows: jax.Array, order: list[int]) -> jax.Array:
     """Rows in this order."""
     return rows if order == list(range(rows.shape[0])) else rows[np.array(order)]
 
 
-def _gathered(
+def _gather_blocks(
     own: jax.Array, ranges: Sequence[range], wanted: range, groups: list[list[int]] | None = None
 ) -> jax.Array:
     """What devices have of the `wanted` blocks, in their order; each has those of one of the `ranges`, in [most, …]."""
@@ -107,7 +107,7 @@ def _gathered(
     every = jax.lax.all_gather(whole[None], SHARDS, axis_index_groups=groups, tiled=True)
     every = every[:, : own.size].reshape(-1, *own.shape[1:])
     places = {block: i * own.shape[0] + k for i, each in enumerate(ranges) for k, block in enumerate(each)}
-    return _taken(every, [places[block] for block in wanted])
+    return _rows_in_order(every, [places[block] for block in wanted])
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class BlockNumbers:
 
     layout: Layout
     stack: Sequence[Any]
-    across: Any
+    gather: Any
     """None where there is one device."""
 
     @classmethod
@@ -139,23 +139,25 @@ class BlockNumbers:
             return cls(layout, stack, None)
 
         def gather_numbers(own: jax.Array) -> jax.Array:
-            return _gathered(own[0], ranges, range(count))[None]
+            return _gather_blocks(own[0], ranges, range(count))[None]
 
-        return cls(layout, stack, across(layout, gather_numbers, (layout.line.size, most), compile_one))
+        return cls(layout, stack, compile_across(layout, gather_numbers, (layout.line.size, most), compile_one))
 
     def run(self, numbers: list[list[jax.Array]]) -> list[jax.Array]:
         """float32[1, count], by device of this process, from float32[1] of each of its blocks."""
-        return moved(self.layout, self.across, [stack(own) for stack, own in zip(self.stack, numbers, strict=True)])
+        return run_across(
+            self.layout, self.gather, [stack(own) for stack, own in zip(self.stack, numbers, strict=True)]
+        )
 
 
-def across(layout: Layout, function: Any, shape: tuple[int, ...], compile_one: Compile) -> Any:
+def compile_across(layout: Layout, function: Any, shape: tuple[int, ...], compile_one: Compile) -> Any:
     """The program of a function of what lies on each device of a float32 array of such a shape, [devices, …]."""
     spec = P(SHARDS)
     mapped = jax.shard_map(function, mesh=layout.line, in_specs=spec, out_specs=spec, check_vma=False)
     return compile_one(jax.jit(mapped), (jax.ShapeDtypeStruct(shape, np.float32, sharding=layout.cut),), layout.line)
 
 
-def moved(layout: Layout, program: Any, own: Sequence[jax.Array]) -> list[jax.Array]:
+def run_across(layout: Layout, program: Any, own: Sequence[jax.Array]) -> list[jax.Array]:
     """What such a program gives, by device of this process; as it is where there is none."""
     if program is None:
         return list(own)
