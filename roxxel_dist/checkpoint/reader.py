@@ -243,8 +243,8 @@ class CheckpointReader:
             state = files.restore_state(self._handler, checkpoint, like, whole=whole)
             problems = files.check_arrays(state, table, saved.shapes)
             if self._remote is None:  # else they were compared when they were fetched
-                apart = files.blocks_apart(like, table, saved.shapes)
-                problems += wrong_blocks(checkpoint, _share_of(apart)).values()
+                split = files.blocks_off_devices(like, table, saved.shapes)
+                problems += wrong_blocks(checkpoint, _share_of(split)).values()
         except Exception as error:  # Orbax raises various types for a file it cannot read
             problems = [files.cause(error)]
         self._agree(step, problems)

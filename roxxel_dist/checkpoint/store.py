@@ -260,13 +260,13 @@ class CheckpointStore(CheckpointReader):
         problem, left, warning = json.loads(broadcast_from_primary(self._name, json.dumps(ending), SAVE_LIMIT_S))
         ending = _Ending(_Problem(*problem), tuple(left), warning)
         if self._remote is not None and not is_primary():
-            kept = None if ending.problem.text else self._kept(save)
+            kept = None if ending.problem.text else self._steps_to_keep(save)
             with contextlib.suppress(OSError):  # the local folder only holds copies; the next save tries again
                 self._remote.keep_part(save.temporary, save.step, rank, kept)
         return ending
 
-    def _kept(self, save: _Save) -> set[int]:
-        return files.kept(self._saved | {save.step: save.val_loss}, *self._keep)
+    def _steps_to_keep(self, save: _Save) -> set[int]:
+        return files.steps_to_keep(self._saved | {save.step: save.val_loss}, *self._keep)
 
     def _commit(self, save: _Save) -> _Problem:
         """On rank 0, when every rank has written its part: the problem, or nothing."""
@@ -285,7 +285,7 @@ class CheckpointStore(CheckpointReader):
     def _prune(self, save: _Save) -> _Ending:
         """On rank 0, when the checkpoint is complete: delete what is no longer kept. A failure of that is no failure of
         the save; what could not be deleted stays in `steps`, so the next save tries again."""
-        superfluous = sorted(self._saved.keys() - self._kept(save))
+        superfluous = sorted(self._saved.keys() - self._steps_to_keep(save))
         try:
             sync_folder(self.folder)
         except OSError as error:  # a power failure may take the new checkpoint, so no older one is deleted
@@ -344,7 +344,7 @@ class CheckpointStore(CheckpointReader):
             if any(os.strerror(code) in ending.problem.text for code in files.FULL):
                 text += f"; make room in {self.folder.parent}"
         else:
-            kept = self._kept(save) | {*ending.left}
+            kept = self._steps_to_keep(save) | {*ending.left}
             saved = self._saved | {save.step: save.val_loss}
             self._saved = {step: val_loss for step, val_loss in saved.items() if step in kept}
         self._problem = text

@@ -25,7 +25,7 @@ from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.exact.calls import Key, count_calls, key_of, simulated_mesh
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import Layout, placed_as, rows_sharding, shapes_of
+from roxxel_dist.train.exact.layout import ShardLayout, placed_as, rows_sharding, shapes_of
 from roxxel_dist.train.exact.memory import ShardedMemory
 from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, exact_places
 from roxxel_dist.train.step.compile import AotCompiler, Compile, CompileForEach, batch_key, mesh_of
@@ -272,9 +272,9 @@ class ShardedSteps(Steps):
         return placed_as(self.builder.build(restored=restored, load=load), self._placed)
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> ShardLayout:
         """Which shards a device has."""
-        return Layout(self.options.virtual_shards, self.sharding)
+        return ShardLayout(self.options.virtual_shards, self.sharding)
 
     @cached_property
     def programs(self) -> ShardPrograms:

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.checkpoint import reader as reading
-from roxxel_dist.checkpoint.files import kept
+from roxxel_dist.checkpoint.files import steps_to_keep
 from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.mesh import make_mesh
@@ -101,10 +101,10 @@ def test_the_best_and_the_chosen_are_kept_apart_from_the_newest(tmp_path):
 
 
 def test_what_is_kept():
-    assert kept({}, 3, None, ()) == set()
-    assert kept(dict.fromkeys(range(5)), 2, None, ()) == {3, 4}
-    assert kept(dict.fromkeys(range(5)), None, None, ()) == set(range(5))
-    assert kept({1: 2.0, 2: 2.0, 3: 3.0}, 1, None, ()) == {1, 3}  # the first of two that are equally good
+    assert steps_to_keep({}, 3, None, ()) == set()
+    assert steps_to_keep(dict.fromkeys(range(5)), 2, None, ()) == {3, 4}
+    assert steps_to_keep(dict.fromkeys(range(5)), None, None, ()) == set(range(5))
+    assert steps_to_keep({1: 2.0, 2: 2.0, 3: 3.0}, 1, None, ()) == {1, 3}  # the first of two that are equally good
     with pytest.raises(ValueError, match="keep_every is 0: it must be at least 1"):
         CheckpointStore("nowhere", keep_every=0)
 

@@ -103,7 +103,7 @@ def test_what_is_padded(monkeypatch):
         ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32) if packed else None
 
         def padded(x, ids):
-            found, metadata = attend.padded(config, x, attend.AttentionMetadata(jnp.arange(tokens), segments_BxL=ids))
+            found, metadata = attend.pad_rows(config, x, attend.AttentionMetadata(jnp.arange(tokens), segments_BxL=ids))
             assert metadata.position_L.shape == found.shape[1:2]
             assert not packed or metadata.segments_BxL.shape == found.shape[:2]
             assert metadata.layer.length == (None if found.shape[1] == tokens else tokens)

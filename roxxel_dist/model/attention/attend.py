@@ -161,7 +161,9 @@ def _of_rows(situation: Situation, rows: int, mesh: Any) -> Situation:
     return dataclasses.replace(situation, whole_rows=mesh.empty or rows % row_shards(mesh) == 0)
 
 
-def padded(config: ModelConfig, x_BxLxD: jax.Array, metadata: AttentionMetadata) -> tuple[jax.Array, AttentionMetadata]:
+def pad_rows(
+    config: ModelConfig, x_BxLxD: jax.Array, metadata: AttentionMetadata
+) -> tuple[jax.Array, AttentionMetadata]:
     """The input of the first block with padding behind its rows, where the kernel would else pad them in each layer.
 
     No token sees what is behind it. Much padding would cost more in the products of the layers.

@@ -34,6 +34,8 @@ def cudnn_attention(
 
     Arguments are bfloat16, of any length: tokens that are put behind the last are seen by none of the others.
     """
+    assert mask.cap is None, "the rules of `KERNELS` leave it to XLA"
+    assert mask.by_place, "likewise"
     length, values = q_BxLxHxK.shape[1], v_BxLxGxV.shape[-1]
     count, size = blocks_of(length, packed=mask.segments is not None)
     q, k, v = (pad_tokens(x, count * size) for x in with_equal_widths(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV))

@@ -7,7 +7,7 @@ from typing import Any
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.figures import PhaseEstimate
-from roxxel_dist.run.estimate.target_phases import rebuilt
+from roxxel_dist.run.estimate.target_phases import rebuild
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, measure_step
 from roxxel_dist.train.step.throughput import device_bytes
 from roxxel_dist.utils.display import size
@@ -92,7 +92,7 @@ def cure(target: TargetCompiler, components: RunComponents, plan: Plan, step: in
         try:
             changed = dataclasses.replace(config, **change)
             changed.validate()
-            made = rebuilt(changed, components, components.devices)
+            made = rebuild(changed, components, components.devices)
             steps = made.steps(made.mesh(target.hosts), plan.total_steps)
         except ValueError:
             continue  # not for this model, or not on these devices

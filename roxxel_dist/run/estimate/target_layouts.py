@@ -18,7 +18,7 @@ from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.figures import EstimateRequest
 from roxxel_dist.run.estimate.inputs import for_target, open_components, plan_of, spans
 from roxxel_dist.run.estimate.problems import checkpointing
-from roxxel_dist.run.estimate.target_phases import COMPILED_AT_ONCE, rebuilt
+from roxxel_dist.run.estimate.target_phases import COMPILED_AT_ONCE, rebuild
 from roxxel_dist.run.estimate.target_process import Report
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetStep, measure_step
 from roxxel_dist.settings.usage_errors import usage_errors
@@ -205,7 +205,7 @@ def _cost(
     try:
         changed = dataclasses.replace(components.config, **fields)
         changed.validate()
-        made = rebuilt(changed, components, components.devices)
+        made = rebuild(changed, components, components.devices)
         steps: Steps = made.steps(made.mesh(target.hosts), plan.total_steps)
         args = steps.args("training", batch)
     except ValueError:

@@ -35,7 +35,7 @@ def on_target(
     def make_simulated(mesh: Mesh) -> Steps:
         # Kernels of the target cannot be traced for simulated devices; they change no number of calls.
         config = dataclasses.replace(components.config, attention="xla")
-        return rebuilt(config, components).steps(mesh, plan.total_steps)
+        return rebuild(config, components).steps(mesh, plan.total_steps)
 
     simulated = steps.simulated(make_simulated)
 
@@ -63,7 +63,7 @@ def on_target(
     return found
 
 
-def rebuilt(config: Config, components: RunComponents, devices: Sequence[Any] | None = None) -> RunComponents:
+def rebuild(config: Config, components: RunComponents, devices: Sequence[Any] | None = None) -> RunComponents:
     """The components of a changed config, with the schedule of those that there are."""
     made = build_components(config, components.data, devices=devices)
     return dataclasses.replace(made, optimizer=components.optimizer)

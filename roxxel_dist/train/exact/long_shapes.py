@@ -12,7 +12,7 @@ import numpy as np
 from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.model.pieces import in_blocks
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import Layout, shapes_of
+from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
 from roxxel_dist.train.exact.update import Totals
@@ -45,7 +45,7 @@ class LongShapes:
     log_sums: Any
 
     @classmethod
-    def of_batch(cls, programs: PiecePrograms, layout: Layout, model: Model, batch: Any) -> "LongShapes":
+    def of_batch(cls, programs: PiecePrograms, layout: ShardLayout, model: Model, batch: Any) -> "LongShapes":
         """For an (abstract) model and batch."""
         cut, here = programs.cut, programs.rows
         if layout.is_even:
@@ -127,7 +127,7 @@ class LongSums:
 
     @classmethod
     def of_step(
-        cls, shard_programs: ShardPrograms, layout: Layout, state: TrainState, hparams: Hparams, batch: Any
+        cls, shard_programs: ShardPrograms, layout: ShardLayout, state: TrainState, hparams: Hparams, batch: Any
     ) -> "LongSums":
         """For such (abstract) arguments."""
         model = Model(*shapes_of((state.params, state.rest, hparams)))

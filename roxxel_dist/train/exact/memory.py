@@ -10,7 +10,7 @@ import jax
 from roxxel_dist.train.exact.blocks.selection import Selection
 from roxxel_dist.train.exact.blocks.slices import is_cut
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import Layout, shapes_of
+from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
 from roxxel_dist.train.exact.long_shapes import LongSums
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST
@@ -41,7 +41,7 @@ class ShardedMemory:
 
     @classmethod
     def of_step(
-        cls, programs: ShardPrograms, layout: Layout, state: TrainState, hparams: Hparams, batch: Any
+        cls, programs: ShardPrograms, layout: ShardLayout, state: TrainState, hparams: Hparams, batch: Any
     ) -> "ShardedMemory":
         """For such (abstract) arguments."""
         kind = LongSums if jax.tree.leaves(batch)[0].shape[0] < layout.count else RowSums

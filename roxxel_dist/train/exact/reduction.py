@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.train.exact.blocks.ownership import Ownership, Shares
-from roxxel_dist.train.exact.layout import SHARDS, Layout
+from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
 from roxxel_dist.train.exact.packing import Packed, pieces, unpack
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
@@ -82,7 +82,7 @@ def total_of(known: dict[Subtree, jax.Array], first: int, count: int) -> jax.Arr
 class Exchange:
     """Adds the sums of subtrees over all devices, and gives each device the totals, or its share of them."""
 
-    layout: Layout
+    layout: ShardLayout
     like: Any
     """The shapes and types of the tree that is added up."""
     steps: Sequence["Sent"]
@@ -93,7 +93,7 @@ class Exchange:
     @classmethod
     def compile_exchange(
         cls,
-        layout: Layout,
+        layout: ShardLayout,
         like: Any,
         packed: Packed,
         compile_one: Compile,
@@ -135,7 +135,7 @@ class Exchange:
 class Sent:
     """Some of the packed arrays, which are exchanged at once."""
 
-    layout: Layout
+    layout: ShardLayout
     names: Sequence[str]
     arrange: Programs
     """The pieces of a device's sums."""
@@ -146,7 +146,7 @@ class Sent:
     @classmethod
     def compile_sending(
         cls,
-        layout: Layout,
+        layout: ShardLayout,
         names: Sequence[str],
         packed: Packed,
         owner: Ownership | None,
@@ -197,7 +197,7 @@ class Sent:
         ]
 
 
-def _added(own: jax.Array, parts: list[list[Subtree]], layout: Layout, is_share: bool) -> jax.Array:
+def _added(own: jax.Array, parts: list[list[Subtree]], layout: ShardLayout, is_share: bool) -> jax.Array:
     """[devices, subtrees, M] of a device to the total of all, [M'], or of its share of that, [M], within a shard_map
     over all devices."""
     received = jax.lax.all_to_all(own, SHARDS, 0, 0, tiled=True)
@@ -210,13 +210,13 @@ def _added(own: jax.Array, parts: list[list[Subtree]], layout: Layout, is_share:
 class Reduction:
     """The tree of additions over all virtual shards, compiled for sums of one shape."""
 
-    layout: Layout
+    layout: ShardLayout
     add: Programs
     exchange: Exchange
 
     @classmethod
     def compile_reduction(
-        cls, layout: Layout, packed: Packed, exchange: Exchange, for_each: CompileForEach
+        cls, layout: ShardLayout, packed: Packed, exchange: Exchange, for_each: CompileForEach
     ) -> "Reduction":
         """For packed sums such as `packed`."""
         add: Programs = ()

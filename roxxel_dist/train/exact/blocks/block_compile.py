@@ -24,7 +24,7 @@ from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, Ownership, co
 from roxxel_dist.train.exact.blocks.selection import Selection
 from roxxel_dist.train.exact.blocks.slices import Cut, Gather
 from roxxel_dist.train.exact.blocks.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
-from roxxel_dist.train.exact.layout import Layout, shapes_of
+from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.reduction import Programs
@@ -45,7 +45,7 @@ class BlockCompiler:
     for_each: CompileForEach
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ShardLayout:
         """Of the devices."""
         return self.ownership.layout
 

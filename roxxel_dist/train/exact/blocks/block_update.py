@@ -18,7 +18,7 @@ from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, run_across
 from roxxel_dist.train.exact.blocks.selection import Selection, merge_selections
 from roxxel_dist.train.exact.blocks.slices import Cut, Gather, free
 from roxxel_dist.train.exact.blocks.spread_blocks import SpreadGroup
-from roxxel_dist.train.exact.layout import Layout
+from roxxel_dist.train.exact.layout import ShardLayout
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.reduction import Programs
@@ -60,7 +60,12 @@ class Group:
     update: Programs
 
     def run(
-        self, layout: Layout, parts: Sequence[TrainState], models: Sequence[Model], grads: Sequence[Any], inputs: Inputs
+        self,
+        layout: ShardLayout,
+        parts: Sequence[TrainState],
+        models: Sequence[Model],
+        grads: Sequence[Any],
+        inputs: Inputs,
     ) -> tuple[list[Any], list[Any], jax.Array]:
         """(the arrays as they are kept, the optimizer's own numbers, by device; the squares of the changes).
 
@@ -155,7 +160,7 @@ class SquaresOfBlocks:
 class BlockUpdate:
     """(states, models, totals, counts) -> (states, metrics), by device of this process."""
 
-    layout: Layout
+    layout: ShardLayout
     names: Sequence[Sequence[str]]
     """Of the packed chunks of each group of large parameters; the first one is that of `blocks`."""
     squares: SquaresOfBlocks | None
@@ -200,7 +205,9 @@ class BlockUpdate:
         return states, self.norm(found[0][3], changes)
 
 
-def gather_chunks(layout: Layout, programs: Sequence[Any], chunks: Sequence[list[jax.Array]]) -> list[list[jax.Array]]:
+def gather_chunks(
+    layout: ShardLayout, programs: Sequence[Any], chunks: Sequence[list[jax.Array]]
+) -> list[list[jax.Array]]:
     """What programs for each chunk give, by device of this process; the chunks are given back."""
     found: list[list[jax.Array]] = [[] for _ in chunks]
     for program in programs:

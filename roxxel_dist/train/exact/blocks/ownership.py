@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.train.exact.blocks.blocks import Blocks
-from roxxel_dist.train.exact.layout import SHARDS, Layout
+from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
 from roxxel_dist.train.exact.packing import TILE
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
@@ -20,7 +20,7 @@ from roxxel_dist.train.step.compile import Compile, CompileForEach
 class Ownership:
     """Ranges of blocks, by device of `layout.line`."""
 
-    layout: Layout
+    layout: ShardLayout
     count: int
     """Of all blocks."""
     owned: tuple[range, ...]
@@ -30,7 +30,7 @@ class Ownership:
     """Whether what it updates is what it keeps."""
 
     @classmethod
-    def of_blocks(cls, layout: Layout, blocks: Blocks, leaves: Sequence[tuple[str, Any]]) -> "Ownership":
+    def of_blocks(cls, layout: ShardLayout, blocks: Blocks, leaves: Sequence[tuple[str, Any]]) -> "Ownership":
         """For arrays that are updated in blocks, by the names of their parameters, with shardings."""
         found = [_owned(layout, blocks, name, leaf) for name, leaf in leaves]
         is_cut = bool(found) and found[0] is not None and all(each == found[0] for each in found)
@@ -82,7 +82,7 @@ class Ownership:
         return _gather_blocks(flat.reshape(self.most, -1), self.shares, range(self.count)).reshape(1, -1)
 
 
-def _owned(layout: Layout, blocks: Blocks, name: str, leaf: Any) -> tuple[range, ...] | None:
+def _owned(layout: ShardLayout, blocks: Blocks, name: str, leaf: Any) -> tuple[range, ...] | None:
     """The blocks that each device has of an array; None where its slices are no blocks."""
     cut, found = blocks.dimensions[name], {}
     for device, place in leaf.sharding.devices_indices_map(leaf.shape).items():
@@ -114,14 +114,14 @@ def _gather_blocks(
 class BlockNumbers:
     """Gives each device a number of each block, from the devices that have computed it."""
 
-    layout: Layout
+    layout: ShardLayout
     stack: Sequence[Any]
     gather: Any
     """None where there is one device."""
 
     @classmethod
     def compile_numbers(
-        cls, layout: Layout, count: int, ranges: Sequence[range], here: Sequence[range], compile_one: Compile,
+        cls, layout: ShardLayout, count: int, ranges: Sequence[range], here: Sequence[range], compile_one: Compile,
         for_each: CompileForEach,
     ) -> "BlockNumbers":  # fmt: skip
         """For devices that compute these of `count` blocks; `here` are those of this process."""
@@ -150,14 +150,14 @@ class BlockNumbers:
         )
 
 
-def compile_across(layout: Layout, function: Any, shape: tuple[int, ...], compile_one: Compile) -> Any:
+def compile_across(layout: ShardLayout, function: Any, shape: tuple[int, ...], compile_one: Compile) -> Any:
     """The program of a function of what lies on each device of a float32 array of such a shape, [devices, …]."""
     spec = P(SHARDS)
     mapped = jax.shard_map(function, mesh=layout.line, in_specs=spec, out_specs=spec, check_vma=False)
     return compile_one(jax.jit(mapped), (jax.ShapeDtypeStruct(shape, np.float32, sharding=layout.cut),), layout.line)
 
 
-def run_across(layout: Layout, program: Any, own: Sequence[jax.Array]) -> list[jax.Array]:
+def run_across(layout: ShardLayout, program: Any, own: Sequence[jax.Array]) -> list[jax.Array]:
     """What such a program gives, by device of this process; as it is where there is none."""
     if program is None:
         return list(own)

@@ -20,7 +20,7 @@ from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.blocks.block_programs import Inputs
 from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, Ownership
 from roxxel_dist.train.exact.blocks.selection import Selection
-from roxxel_dist.train.exact.layout import SHARDS, Layout, copies
+from roxxel_dist.train.exact.layout import SHARDS, ShardLayout, copies
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.reduction import Programs
 from roxxel_dist.train.step.compile import Compile
@@ -100,7 +100,7 @@ def _as_bits(x: jax.Array) -> jax.Array:
 class SpreadArrays:
     """Gives each device blocks of arrays, and takes them back."""
 
-    layout: Layout
+    layout: ShardLayout
     like: Sequence[Any]
     """As shapes, with shardings."""
     fetch: Any
@@ -108,7 +108,7 @@ class SpreadArrays:
 
     @classmethod
     def compile_spread(
-        cls, layout: Layout, like: Sequence[Any], cuts: Sequence[int], count: int, compile_one: Compile
+        cls, layout: ShardLayout, like: Sequence[Any], cuts: Sequence[int], count: int, compile_one: Compile
     ) -> "SpreadArrays":
         """For arrays, with the dimensions along which each of them is cut into so many blocks."""
         slices = [Slice(leaf, cut, leaf.shape[cut] // count) for leaf, cut in zip(like, cuts, strict=True)]
