@@ -45,7 +45,7 @@ def measured(
     from roxxel_dist.devices.program_cost import program_cost
     from roxxel_dist.devices.targets import hosts_of
     from roxxel_dist.run.estimate.step_costs import costs_of, roofline_seconds
-    from roxxel_dist.run.estimate.target_steps import peak_bytes
+    from roxxel_dist.train.step.memory import StepMemory
 
     fields = FIELDS | dict(fields)
     mesh, step, args = (_plain if plain else _ours)(devices, rows, length, fields)
@@ -58,7 +58,8 @@ def measured(
     parts = costs_of(cost, mesh.devices.flat[0].device_kind)
     return {
         "flops": cost.flops, "bytes": cost.bytes_accessed, "sent": sum(cost.collectives.values()),
-        "launches": cost.launches, "roofline_ms": 1000 * roofline_seconds(parts), "peak_bytes": peak_bytes(program),
+        "launches": cost.launches, "roofline_ms": 1000 * roofline_seconds(parts),
+        "peak_bytes": StepMemory.of_program(program).peak,
         "parts": [vars(part) for part in parts],
     }  # fmt: skip
 
@@ -84,7 +85,7 @@ def _ours(devices: Any, rows: int, length: int, fields: dict[str, Any]) -> tuple
             plan = components.curriculum.plan(0)
             sharding = batch_sharding(mesh)
             batch = Stream(plan, components.curriculum.datasets, sharding, 0, components.grad_accum).abstract()
-    return mesh, steps.train, steps.training_args(batch)
+    return mesh, steps.train, steps.args("training", batch)
 
 
 def _plain(devices: Any, rows: int, length: int, fields: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:

@@ -29,15 +29,12 @@ def simulated(shards: int, folder: Path) -> dict[str, Any]:
     """A training step on 8 simulated devices, in a process of its own."""
     from types import SimpleNamespace
 
-    import jax
-
     from roxxel_dist import Config
     from roxxel_dist.cluster.determinism import pin_for_run
     from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
     from roxxel_dist.input.stream import Stream
     from roxxel_dist.run.components import build_components, open_corpus
-    from roxxel_dist.run.estimate.exact_cost import measure_exact
-    from roxxel_dist.run.estimate.target_steps import TargetCompiler
+    from roxxel_dist.run.estimate.target_steps import TargetCompiler, measure_step
 
     class Simulated(TargetCompiler):
         def __init__(self) -> None:
@@ -53,11 +50,7 @@ def simulated(shards: int, folder: Path) -> dict[str, Any]:
         mesh, plan = components.mesh(), components.curriculum.plan(0)
         steps = components.steps(mesh, plan.total_steps)
         batch = Stream(plan, components.curriculum.datasets, batch_sharding(mesh), 0).abstract()
-    args = steps.training_args(batch)
-    if shards:
-        return vars(measure_exact(Simulated(), "step", steps.train, steps.train, args, 0.0)[0])
-    with jax.set_mesh(mesh):
-        return vars(Simulated().measure("step", mesh, steps.train, args, 0.0)[0])
+    return vars(measure_step(Simulated(), "step", steps, "training", batch, 0.0, steps)[0])
 
 
 def here(folder: Path, shards: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verify import VerifiedBlocks, find_damage
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.input.verify_ahead import STEPS_AT_ONCE
-from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.progress_bars import ProgressBars
 
 TOKENS, SHARDS, VOCABULARY = 1 << 27, 8, 50_257
 DEVICES = 8
@@ -212,7 +212,7 @@ def verify(corpus: Corpus) -> Iterable[Result]:
                     pass
 
     def check() -> None:
-        assert not list(find_damage(corpus.shards.shards, Progress(False), workers=1))
+        assert not list(find_damage(corpus.shards.shards, ProgressBars(False), workers=1))
 
     times = interleave({"reading the files once": read_once, "ours": check}, 1, rounds=corpus.rounds)
     yield from ratios("data verify", "ours", times, {"reading the files once": 0.5})

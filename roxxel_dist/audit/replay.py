@@ -17,6 +17,7 @@ from roxxel_dist.audit.record import RunRecord, Segment
 from roxxel_dist.checkpoint.digests import TABLE, DigestTable
 from roxxel_dist.checkpoint.files import read_named
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META
+from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize_alone, make_devices
@@ -297,7 +298,7 @@ def _in_words(step: int, equal: int, other: list[str], theirs: Mapping[str, Any]
     return text
 
 
-def first_difference(run: RunRecord, step: int, mine: CheckpointStore) -> str:
+def first_difference(run: RunRecord, step: int, mine: CheckpointReader) -> str:
     """The first array of a checkpoint whose content differs, parameters first; empty if none does.
 
     An array that the run kept in other slices is read, and compared slice by slice.

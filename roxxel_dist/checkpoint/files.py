@@ -171,7 +171,7 @@ def best_of(saved: Mapping[int, float | None]) -> int | None:
     return min(losses)[1] if losses else None
 
 
-def kept(
+def steps_to_keep(
     saved: Mapping[int, float | None], max_to_keep: int | None, keep_every: int | None, keep_steps: Collection[int]
 ) -> set[int]:
     """The steps to keep: the newest, the best, every `keep_every`-th and `keep_steps`."""
@@ -361,7 +361,7 @@ def replace_meta(checkpoint: Path, meta: str) -> None:
     replace(table, meta=(new,)).write(checkpoint / TABLE)
 
 
-def blocks_apart(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[tuple[str, BlockDigest]]:
+def blocks_off_devices(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[tuple[str, BlockDigest]]:
     """The blocks, of arrays read for `like`, that `check_arrays` compares on no rank: they do not lie on one device as
     they did, or are converted to another type. The same on all ranks."""
     blocks: list[tuple[str, BlockDigest]] = []

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved by all ranks together while training goes on, restored exactly.
+"""The checkpoints of a run, as they are saved: by all ranks together while training goes on.
 
 Orbax writes and reads the arrays; its manager is not used, because there a rank whose disk is full leaves the others
 waiting for it. Here every rank reports how its part went, rank 0 decides, and all receive the same decision.
@@ -6,26 +6,20 @@ Decision 16.
 """
 
 import contextlib
-import itertools
 import json
-import math
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from roxxel_dist.checkpoint import files
-from roxxel_dist.checkpoint.digests import BlockDigest, DigestTable, damaged_ones, in_words, read_verified, shares
-from roxxel_dist.checkpoint.metadata import CheckpointMetadata, MetaFile
-from roxxel_dist.checkpoint.remote import RemoteCheckpoints, is_read
-from roxxel_dist.checkpoint.stored_blocks import wrong_blocks
+from roxxel_dist.checkpoint.metadata import MetaFile
+from roxxel_dist.checkpoint.reader import CheckpointReader, DamagedCheckpoint
+from roxxel_dist.checkpoint.remote import RemoteCheckpoints
 from roxxel_dist.cluster.distributed import (
     broadcast_from_primary,
     gather_to_primary,
@@ -33,34 +27,17 @@ from roxxel_dist.cluster.distributed import (
     process_count,
     process_index,
 )
-from roxxel_dist.data.files.discovery import check_local
 from roxxel_dist.objects.errors import StoreTimeoutError
-from roxxel_dist.process.durable import FormatError, make_folder, sync_folder
+from roxxel_dist.process.durable import make_folder, sync_folder
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.folder_lock import hold_folder, is_held_here
 
 SAVE_LIMIT_S = 3600.0
 """Seconds that all ranks together may take to write one checkpoint."""
-CHECK_LIMIT_S = 3600.0
-"""Seconds that ranks may differ in how long they read and hash one."""
-
-_opened = itertools.count()
-"""Numbers the stores of this process, for the keys of their messages; all ranks open them in the same order."""
 
 
 class SaveError(RuntimeError):
     """The last checkpoint could not be saved."""
-
-
-class DamagedCheckpoint(UserError):
-    """A checkpoint is not what was saved. All ranks raise it together, with the same text."""
-
-    def __init__(self, folder: Path, step: int, why: str, hint: str = "") -> None:
-        super().__init__(f"the checkpoint of step {step} in {folder} is damaged: {why}{hint}")
-        self.folder: Path = folder
-        self.step: int = step
-        self.why: str = why
-        """What does not agree: files, arrays, and the rank that wrote them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +84,8 @@ class _Save:
     begun: Future[files.Begun]
 
 
-class CheckpointStore:
-    """The checkpoints of one run. All ranks make the same calls.
+class CheckpointStore(CheckpointReader):
+    """The checkpoints of one run, and new ones. All ranks make the same calls.
 
     A save that fails in the background changes nothing: training may go on, the checkpoints that there are stay, and
     the next save is tried afresh. In a bucket a save is complete when all of it is there; of a store that does not
@@ -119,8 +96,7 @@ class CheckpointStore:
         max_to_keep: how many to keep, the newest ones; None for all. The one with the lowest val_loss stays too.
         keep_every: every so many steps, one is kept for ever.
         keep_steps: these steps are kept for ever.
-        read_only: look, and change nothing; the folder may belong to a run that is still going on.
-        writes_later: the same until `begin_writing` is called; without both the store begins to write at once.
+        writes_later: only read, until `begin_writing` is called; without it the store begins to write at once.
         remote: the same checkpoints in a bucket, which alone count; the folder has what this host needs of them.
 
     Raises:
@@ -134,34 +110,21 @@ class CheckpointStore:
         *,
         keep_every: int | None = None,
         keep_steps: Collection[int] | None = None,
-        read_only: bool = False,
         writes_later: bool = False,
         remote: RemoteCheckpoints | None = None,
     ) -> None:
         for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}: it must be at least 1")
-        check_local("the folder of checkpoints", folder)
-        self.folder: Path = Path(folder).absolute()
         self._keep = max_to_keep, keep_every, frozenset(keep_steps or ())
-        self._name = f"checkpoint {next(_opened)}"
-        self._read_only, self._writes = read_only, False
-        self._remote = remote
+        self._writes, self._writes_later = False, writes_later
         self.check_run: Callable[[], None] | None = None if remote is None else remote.check_run
         """Raises what keeps the run from its bucket; None where it has none."""
         self._release: Callable[[], Any] = lambda: None
-        self._saved: dict[int, float | None] = {}
         self._passed_over: list[int] = []
         """Steps of damaged checkpoints, which `begin_writing` renames."""
-        self._read_last: tuple[int, MetaFile, DigestTable] | None = None
         self._pending: tuple[_Save, Future[_Ending]] | None = None
-        if read_only or writes_later:
-            self.refresh()
-        else:
-            self.begin_writing()
-        self._quiet = contextlib.ExitStack()
-        self._quiet.enter_context(files.quiet_orbax())
-        self._handler = files.array_handler()
+        super().__init__(folder, remote=remote)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._ended: deque[SaveResult] = deque()
         self.unreported: int = 0
@@ -169,11 +132,16 @@ class CheckpointStore:
         self._problem = ""
         self._count = 0
 
-    def refresh(self) -> None:
-        """Look again which checkpoints there are; all ranks together. It changes nothing on the disk."""
-        self.settle()
-        self._read_last = None
-        self._saved = self._open_folder()
+    def _look(self) -> None:
+        if self._writes_later:
+            self.refresh()
+        else:
+            self.begin_writing()
+
+    def _hint(self, step: int) -> str:
+        """Nothing: a run goes on from an older checkpoint by itself."""
+        del step
+        return ""
 
     def begin_writing(self, *, nested: bool = True) -> None:
         """Hold the lock of the folder, made if it is missing, until `close`, and look again what it has.
@@ -214,18 +182,6 @@ class CheckpointStore:
             raise
         self._writes, self._passed_over = True, []
 
-    def _open_folder(self, *, writes: bool = False, sweeps: bool = False) -> dict[int, float | None]:
-        in_bucket = None if self._remote is None else partial(self._remote.saved, read_only=not writes)
-        return files.open_folder(self.folder, read_only=not writes, sweeps=sweeps, in_bucket=in_bucket)
-
-    def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, as far as `poll`, `settle` or `save` has heard of them."""
-        return sorted(self._saved)
-
-    def latest_step(self) -> int | None:
-        """The newest of `steps`, or None."""
-        return max(self._saved, default=None)
-
     @property
     def writes(self) -> bool:
         """Whether this process saves in the folder, and no other one can."""
@@ -235,24 +191,6 @@ class CheckpointStore:
     def pending_step(self) -> int | None:
         """The step that is being saved, or None."""
         return self._pending[0].step if self._pending else None
-
-    def latest_of_all(self) -> int | None:
-        """The newest checkpoint as rank 0 knows it, on every rank; all ask together.
-
-        A rank that could not hear how a save ended, as its agreement timed out, knows an older list.
-        """
-        self.settle()
-        known = json.loads(broadcast_from_primary(self._name, json.dumps(list(self._saved.items()))))
-        self._saved = {int(step): val_loss for step, val_loss in known}
-        return self.latest_step()
-
-    def best_step(self) -> int | None:
-        """The one of `steps` with the lowest val_loss; None where none was saved with one."""
-        return files.best_of(self._saved)
-
-    def val_loss(self, step: int) -> float | None:
-        """That a checkpoint was saved with; None without one, or where it is no number."""
-        return self._saved.get(step)
 
     def save(self, step: int, state: Any, meta: dict[str, Any], val_loss: float | None = None) -> None:
         """Begin to save; returns once the state may change, and be donated. First waits for the previous save to end.
@@ -322,13 +260,13 @@ class CheckpointStore:
         problem, left, warning = json.loads(broadcast_from_primary(self._name, json.dumps(ending), SAVE_LIMIT_S))
         ending = _Ending(_Problem(*problem), tuple(left), warning)
         if self._remote is not None and not is_primary():
-            kept = None if ending.problem.text else self._kept(save)
+            kept = None if ending.problem.text else self._steps_to_keep(save)
             with contextlib.suppress(OSError):  # the local folder only holds copies; the next save tries again
                 self._remote.keep_part(save.temporary, save.step, rank, kept)
         return ending
 
-    def _kept(self, save: _Save) -> set[int]:
-        return files.kept(self._saved | {save.step: save.val_loss}, *self._keep)
+    def _steps_to_keep(self, save: _Save) -> set[int]:
+        return files.steps_to_keep(self._saved | {save.step: save.val_loss}, *self._keep)
 
     def _commit(self, save: _Save) -> _Problem:
         """On rank 0, when every rank has written its part: the problem, or nothing."""
@@ -347,7 +285,7 @@ class CheckpointStore:
     def _prune(self, save: _Save) -> _Ending:
         """On rank 0, when the checkpoint is complete: delete what is no longer kept. A failure of that is no failure of
         the save; what could not be deleted stays in `steps`, so the next save tries again."""
-        superfluous = sorted(self._saved.keys() - self._kept(save))
+        superfluous = sorted(self._saved.keys() - self._steps_to_keep(save))
         try:
             sync_folder(self.folder)
         except OSError as error:  # a power failure may take the new checkpoint, so no older one is deleted
@@ -406,7 +344,7 @@ class CheckpointStore:
             if any(os.strerror(code) in ending.problem.text for code in files.FULL):
                 text += f"; make room in {self.folder.parent}"
         else:
-            kept = self._kept(save) | {*ending.left}
+            kept = self._steps_to_keep(save) | {*ending.left}
             saved = self._saved | {save.step: save.val_loss}
             self._saved = {step: val_loss for step, val_loss in saved.items() if step in kept}
         self._problem = text
@@ -430,83 +368,13 @@ class CheckpointStore:
             self.settle(limit_s)
         self._thread.shutdown(wait=self._pending is None)
         if self._pending is None:
-            self._handler.close()
-            self._quiet.close()
+            super().close()
             self._release()
-
-    def meta(self, step: int) -> dict[str, Any]:
-        """The `meta` that a checkpoint was saved with.
-
-        Raises ValueError where there is none of that step, and DamagedCheckpoint where it is damaged.
-        """
-        return dict(self._read(step)[0].meta)
-
-    def metadata(self, step: int) -> CheckpointMetadata:
-        """`meta`, of a checkpoint that a `Trainer` has saved; empty of others."""
-        return CheckpointMetadata.from_dict(self.meta(step))
-
-    def restore(self, step: int, like: Any) -> Any:
-        """The state of a checkpoint, with the structure, shapes, dtypes and shardings of `like`.
-
-        Files are compared before Orbax reads them, and every block of an array after that: where it lies on a device,
-        or, where no device has all of it, from the file by one of the ranks.
-        Raises ValueError where the checkpoint is of another model or optimizer, or there is none of that step, and
-        DamagedCheckpoint where it is damaged.
-        """
-        return self._restore(step, like, whole=True)
-
-    def restore_model(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        """Some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
-
-        Raises what `restore` does.
-        """
-        return self._restore(step, like, whole=False)
-
-    def restore_evaluated(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        """`restore_model`, where "params" are those that the state is evaluated with: their average, if it has one."""
-        if not self.has_average(step):
-            return self.restore_model(step, like)
-        others = {name: leaves for name, leaves in like.items() if name != "params"}
-        found = self.restore_model(step, {**others, "opt_state": {"average": like["params"]}})
-        return {**{name: found[name] for name in others}, "params": found["opt_state"]["average"]}
-
-    def has_average(self, step: int) -> bool:
-        """Whether a checkpoint has an average of the parameters."""
-        return files.evaluated(self._read(step)[0].shapes) == files.AVERAGE
-
-    def restore_params(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The parameters alone, whatever the run's optimizer was; see `restore_model`."""
-        return self.restore_model(step, {"params": like})["params"]
-
-    def fetch_meta(self, step: int) -> None:
-        """Bring `meta.json` and the digests of a checkpoint in a bucket into the folder. Raises StoreError."""
-        if self._remote is not None:
-            self._remote.fetch_meta(step)
-
-    def fetch_model(self, step: int) -> None:
-        """Bring what `files.read_model` reads of a checkpoint in a bucket into the folder, for one process alone.
-
-        Raises ValueError where it is damaged, and StoreError.
-        """
-        if self._remote is not None and (problems := self._remote.fetch_model(step)):
-            raise UserError(in_words(problems))
 
     def delete_in_bucket(self, name: str) -> None:
         """Delete a void file of the run, by its name, in the bucket of the run if it has one. Raises OSError."""
         if self._remote is not None:
             self._remote.delete_file(name)
-
-    def check_params(self, step: int, like: dict[str, Any]) -> None:
-        """Raises ValueError where `restore_params` would find another model; `like` may be shapes alone."""
-        self._check(step, {"params": like}, whole=False)
-
-    def param_shapes(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and types of a checkpoint's parameters by name. It raises what `meta` does."""
-        return files.parameter_shapes(self._read(step)[0].shapes)
-
-    def rest_shapes(self, step: int) -> dict[str, list[Any]]:
-        """The same of what a checkpoint has beside parameters and moments, as `files.shapes` gives them."""
-        return files.below(files.REST, self._read(step)[0].shapes)
 
     def delete_later(self, step: int, meta: dict[str, Any]) -> None:
         """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
@@ -531,25 +399,6 @@ class CheckpointStore:
             raise UserError(f"{self.folder} cannot go back to step {step} ({problem}): the folder must be writable")
         self._saved = {other: val_loss for other, val_loss in self._saved.items() if other <= step}
 
-    def fingerprint(self, step: int) -> str:
-        """A digest of the parameters of a checkpoint, as its table has them."""
-        return self._read(step)[1].fingerprint(files.PARAMS)
-
-    def check(self, step: int) -> None:
-        """Compare `meta.json`, the files and all arrays of a checkpoint with their digests, and keep none of them.
-
-        Raises DamagedCheckpoint where one does not agree.
-        """
-        table = self._read(step)[1]
-        mine = _share_of(table.all_blocks())
-        if self._remote is not None:
-            wanted = set(mine)
-            problems = self._remote.fetch(step, table, lambda name, block: (name, block) in wanted)
-        else:
-            problems = table.check_files(self.folder / str(step), process_index(), process_count())
-            problems += wrong_blocks(self.folder / str(step), mine).values()
-        self._agree(step, problems)
-
     def set_aside(self, damage: DamagedCheckpoint) -> str:
         """Rename a damaged checkpoint, and older ones that are damaged too; those that stay are as `steps` says.
 
@@ -558,8 +407,6 @@ class CheckpointStore:
         Returns what was done, in a line for each. Raises ValueError, and renames nothing, where none is whole, and
         `damage` itself in a folder of another run.
         """
-        if self._read_only:
-            raise damage
         lines = []
         for wrong in self._newer_than_whole(damage):
             if self._writes:
@@ -603,103 +450,3 @@ class CheckpointStore:
             )
         del self._saved[step]
         return name
-
-    def check_not_all_damaged(self) -> None:
-        """Raises ValueError where there are no checkpoints but damaged ones: a run never begins again beside them."""
-        names = [] if not is_primary() else self._remote.damaged() if self._remote else damaged_ones(self.folder)
-        names = json.loads(broadcast_from_primary(self._name, json.dumps(names)))
-        if names and not self._saved:
-            raise UserError(self._nothing_whole(names))
-
-    def _nothing_whole(self, damages: list[str]) -> str:
-        return (
-            f"every checkpoint in {self.folder} is damaged ({'; '.join(damages)}): put one back from a copy, or begin "
-            f"a new run in another folder"
-        )
-
-    def _check(self, step: int, like: Any, *, whole: bool) -> None:
-        """Raises UserError where a checkpoint is of another model than `like`, or if `whole` of another optimizer."""
-        saved, wanted = self._read(step)[0].shapes, files.shapes(like)
-        if not whole:  # of a part that is read, each parameter is wanted
-            kinds = files.PARAMS if any(name.startswith(files.PARAMS) for name in wanted) else ()
-            saved = {name: shape for name, shape in saved.items() if name in wanted or name.startswith(kinds)}
-        if wrong := files.difference(saved, wanted, whole=whole):
-            what, cure = ("model or optimizer", "config") if whole else ("model", "model fields")
-            raise UserError(
-                f"the checkpoint of step {step} in {self.folder} is of another {what} ({wrong}): use the {cure} that "
-                f"it was made with" + (", or a new run directory" if whole else "")
-            )
-
-    def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
-        self._check(step, like, whole=whole)
-        saved, table = self._read(step)
-        checkpoint = self.folder / str(step)
-        if self._remote is not None:
-            wrong = self._remote.fetch(step, table, is_read(like))
-        else:
-            wrong = table.check_files(checkpoint, process_index(), process_count())
-        self._agree(step, wrong)  # Orbax is given no file that is missing, cut, or of another checkpoint
-        state = None
-        try:
-            state = files.restore_state(self._handler, checkpoint, like, whole=whole)
-            problems = files.check_arrays(state, table, saved.shapes)
-            if self._remote is None:  # else they were compared when they were fetched
-                apart = files.blocks_apart(like, table, saved.shapes)
-                problems += wrong_blocks(checkpoint, _share_of(apart)).values()
-        except Exception as error:  # Orbax raises various types for a file it cannot read
-            problems = [files.cause(error)]
-        self._agree(step, problems)
-        return state
-
-    def _agree(self, step: int, problems: list[str]) -> None:
-        """Raises DamagedCheckpoint, on all ranks, where one of them has found something wrong."""
-        heard = [text for text in gather_to_primary(self._name, in_words(problems), CHECK_LIMIT_S) if text]
-        why, deleted = in_words(list(dict.fromkeys(heard))), bool(heard) and not self._exists(step)
-        why, deleted = json.loads(broadcast_from_primary(self._name, json.dumps([why, deleted]), CHECK_LIMIT_S))
-        if not why:
-            return
-        self._read_last = None
-        if deleted:  # its run goes on, and keeps the newest ones
-            raise UserError(f"the checkpoint of step {step} in {self.folder} was deleted while it was read")
-        raise DamagedCheckpoint(self.folder, step, why, self._instead(step) if self._read_only else "")
-
-    def _exists(self, step: int) -> bool:
-        return (self.folder / str(step)).exists() if self._remote is None else self._remote.exists(step)
-
-    def _instead(self, step: int) -> str:
-        """The hint for a reader of another run's checkpoints: an older one to name instead of a damaged one."""
-        older = [other for other in self.steps() if other < step]
-        if not older:
-            return "; there is no older one"
-        try:
-            self.check(older[-1])
-        except DamagedCheckpoint as another:  # whose own hint is of the next older complete one
-            return str(another).removeprefix(f"the checkpoint of step {another.step} in {self.folder} is damaged: ")
-        return f"; the next older complete one is of step {older[-1]}: name that"
-
-    def _read(self, step: int) -> tuple[MetaFile, DigestTable]:
-        """The metadata and digests of a checkpoint, once all ranks have read the same."""
-        if step not in self._saved:
-            known = ", ".join(map(str, self.steps())) or "none"
-            raise UserError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
-        if self._read_last is not None and self._read_last[0] == step:
-            return self._read_last[1:]
-        saved, problems = None, list[str]()
-        try:
-            if self._remote is not None:
-                self._remote.fetch_meta(step)
-            saved = read_verified(self.folder / str(step), step)
-        except FormatError:  # the same on all ranks
-            raise
-        except ValueError as error:
-            problems = [str(error)]
-        self._agree(step, problems)
-        assert saved is not None
-        self._read_last = step, *saved
-        return saved
-
-
-def _share_of(blocks: list[tuple[str, BlockDigest]]) -> list[tuple[str, BlockDigest]]:
-    """The blocks that this rank compares for all."""
-    work = {named: math.prod(high - low for low, high in named[1].bounds) for named in blocks}
-    return shares(work, process_count())[process_index()]

@@ -46,7 +46,7 @@ def audit(words: list[str]) -> int:
         from roxxel_dist.audit.dump import dump
         from roxxel_dist.audit.record import RunRecord
         from roxxel_dist.audit.replay import intervals_of, prepare, replay
-        from roxxel_dist.utils.progress import Progress
+        from roxxel_dist.utils.progress_bars import ProgressBars
 
         run = RunRecord.read(args.run)
         intervals = intervals_of(run, steps, args.every)
@@ -60,7 +60,7 @@ def audit(words: list[str]) -> int:
         total = sum(interval.last - interval.start for interval in intervals)
         digests = all(interval.digests(run) for interval in intervals)
         note = "" if digests else "; no chain of digests covers them, so losses and checkpoints alone are compared"
-        show = Progress(not args.json)
+        show = ProgressBars(not args.json)
         show.line(f"{total:,} steps of {args.run} are done again{note}")
         findings = []
         with show.bar("audit", max(1, total)) as advance, _native_lines_on_stderr():

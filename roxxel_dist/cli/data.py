@@ -202,10 +202,10 @@ def verify_shards(path: str, workers: int | None = None, dtype: str | None = Non
     from roxxel_dist.data.files.discovery import NoShardsError, names_objects
     from roxxel_dist.data.remote.verify import verify_objects
     from roxxel_dist.data.verify import find_damage
-    from roxxel_dist.utils.progress import Progress
+    from roxxel_dist.utils.progress_bars import ProgressBars
 
     if names_objects(path):
-        problems, whole = verify_objects(path, Progress(True))
+        problems, whole = verify_objects(path, ProgressBars(True))
         return not problems, problems or [whole]
     try:
         opened = Roxxel(path, dtype=dtype)
@@ -214,7 +214,7 @@ def verify_shards(path: str, workers: int | None = None, dtype: str | None = Non
     except ValueError as error:  # the files are there, and what opening checks is wrong already
         return False, [str(error)]
     with opened as dataset:
-        damage = list(find_damage(dataset.shards, Progress(True), workers))
+        damage = list(find_damage(dataset.shards, ProgressBars(True), workers))
         try:
             _ = dataset.tokenizer  # the file beside the shards decides what their ids mean
         except ValueError as error:

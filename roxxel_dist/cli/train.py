@@ -195,7 +195,8 @@ def plan(words: list[str]) -> int:
     from roxxel_dist.cli.tables.plan_table import layouts_table, table
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.devices.targets import MissingCompiler
-    from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate
+    from roxxel_dist.run.estimate.estimate import estimate
+    from roxxel_dist.run.estimate.figures import EstimateRequest
     from roxxel_dist.run.estimate.target_layouts import LayoutComparison, compare_layouts
     from roxxel_dist.run.estimate.target_process import TargetError
 

@@ -24,7 +24,7 @@ from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.verify import find_damage
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.progress_bars import ProgressBars
 
 SHARD_NAME = "shard_{:05d}.rox".format
 APPENDED = "appended"
@@ -64,7 +64,7 @@ def append(
         ValueError: there is no data set, it was not made by `build`, the inputs do not fit it, or the folder cannot be
             written to. In that case nothing has changed.
     """
-    log, out = Progress(progress), _folder(out)
+    log, out = ProgressBars(progress), _folder(out)
     sources = check_settings(paths, out, workers=workers, max_shard_bytes=max_shard_bytes)
     with writing(out):  # from the first look: another append continues these shards, or a copy of their record
         record = _record(out)
@@ -99,7 +99,7 @@ def append(
             if not write_shards(staged, SHARD_NAME, items, options, after=last.metadata):
                 raise UserError("nothing to append: every document is empty")
             shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
-            if damage := list(find_damage(shards, Progress(False), workers)):
+            if damage := list(find_damage(shards, ProgressBars(False), workers)):
                 raise UserError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
             repeated = count_repeated(there, shards)
             record[APPENDED] = [*record.get(APPENDED, []), added]
@@ -146,7 +146,7 @@ def _items(
     tokenizer: Tokenizer | None,
     path: Path,
     workers: int | None,
-    log: Progress,
+    log: ProgressBars,
     tally: Tally,
     *,
     separated: bool,

@@ -27,7 +27,7 @@ from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Ki
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.progress_bars import ProgressBars
 from roxxel_dist.utils.voice import argument
 
 MAX_SHARD_BYTES = 256 << 20
@@ -93,7 +93,7 @@ def build(
     """
     for path in (paths,) if isinstance(paths, (str, os.PathLike)) else paths:
         check_local("a path of the data", path)
-    log, bucket = Progress(progress), BucketOut.open(out, remote or RemoteConfig()) if names_objects(out) else None
+    log, bucket = ProgressBars(progress), BucketOut.open(out, remote or RemoteConfig()) if names_objects(out) else None
     out = Path(out) if bucket is None else bucket.folder
     sources = check_settings(
         paths,
@@ -136,7 +136,7 @@ def _build(
     out: Path,
     workers: int,
     overwrite: bool,
-    log: Progress,
+    log: ProgressBars,
     finished: Callable[[str, Path], None] = lambda split, path: None,
 ) -> None:
     if all(_is_built(out / split, inputs) for split in inputs.splits):  # who only reads takes no lock
@@ -153,7 +153,7 @@ def _build_held(
     out: Path,
     workers: int,
     overwrite: bool,
-    log: Progress,
+    log: ProgressBars,
     finished: Callable[[str, Path], None],
 ) -> None:
     """`_build` by the holder of the locks of all folders that it reads and changes."""
@@ -197,7 +197,7 @@ def _make(
     splits: Sequence[str],
     inputs: BuildInputs,
     workers: int,
-    log: Progress,
+    log: ProgressBars,
     finished: Callable[[str, Path], None],
 ) -> None:
     """Fill a folder with the tokenizer and the shards, continuing from the last shard of a killed build.
@@ -242,7 +242,7 @@ def _make(
         log.line(line)
 
 
-def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: Progress) -> Tokenizer | None:
+def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: ProgressBars) -> Tokenizer | None:
     """The tokenizer, given, trained, or from a killed build, also saved at `path`; None if tokens are copied."""
     tokenizer = inputs.tokenizer
     if tokenizer is None and inputs.corpus is not None:
@@ -260,7 +260,7 @@ def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: Progress) -> 
     return tokenizer
 
 
-def _trained(kind: Kind, inputs: BuildInputs, workers: int, log: Progress) -> Tokenizer:
+def _trained(kind: Kind, inputs: BuildInputs, workers: int, log: ProgressBars) -> Tokenizer:
     """A tokenizer of the texts to train on; on a terminal with a bar of what of them is read."""
     with ExitStack() as held:
         is_shown = log.enabled and kind == "bpe" and sys.stderr.isatty()

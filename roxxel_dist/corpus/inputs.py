@@ -18,7 +18,7 @@ from roxxel_dist.data.files.limits import MOST_SHARD_BYTES, MOST_WORKERS, check_
 from roxxel_dist.data.files.writer import BUILD_FILE, WriteOptions
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer, check_vocabulary
 from roxxel_dist.process.exit_codes import MissingFileError, UserError
-from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.progress_bars import ProgressBars
 from roxxel_dist.utils.voice import argument
 
 SPLITS = ("train", "val")
@@ -153,7 +153,7 @@ def check_settings(
 
 
 def find_inputs(
-    sources: list[Path], include: Sequence[str], exclude: Sequence[str], out: Path, dtype: Any, progress: Progress
+    sources: list[Path], include: Sequence[str], exclude: Sequence[str], out: Path, dtype: Any, progress: ProgressBars
 ) -> tuple[Roxxel | None, Corpus | None]:
     """The tokens or the texts at the paths, for a build into the folder `out`; one of the two is None."""
     kinds = [is_tokens(path) and not (path.is_dir() and has_text(path)) for path in sources]

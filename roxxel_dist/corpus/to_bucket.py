@@ -23,7 +23,7 @@ from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.process.durable import cache_folder
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.progress_bars import ProgressBars
 from roxxel_dist.utils.voice import argument
 
 BUILDS = "builds"
@@ -130,7 +130,7 @@ class BucketOut:
             )
 
     @contextmanager
-    def sending(self, log: Progress) -> Iterator[Callable[[str, Path], None]]:
+    def sending(self, log: ProgressBars) -> Iterator[Callable[[str, Path], None]]:
         """Send a build made within it to the bucket; call the yielded function with each complete shard.
 
         If the build fails, the objects that it has sent are deleted.
@@ -167,7 +167,7 @@ class BucketOut:
         shutil.rmtree(self.folder)
         files.forget()
 
-    def _complete(self, sent: SentFiles, log: Progress) -> None:
+    def _complete(self, sent: SentFiles, log: ProgressBars) -> None:
         """Send what is not there; without the first shard of a split, and its index, the others are not valid."""
         paths = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*") if path.is_file()}
         paths = {name: paths[name] for name in sorted(paths) if not re.search(r"(^|/)\.", name)}

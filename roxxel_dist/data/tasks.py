@@ -231,7 +231,7 @@ def length_for(rows: Sequence[ScoredRow], max_context: int) -> int:
     return min(max_context, -(-longest // LENGTH_STEP) * LENGTH_STEP)
 
 
-def padded(rows: Sequence[ScoredRow], shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def pad_scored(rows: Sequence[ScoredRow], shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, 1 where a token is scored), int32 of this shape each; padding is on the right, and is 0."""
     tokens, scored = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     for i, row in enumerate(rows):

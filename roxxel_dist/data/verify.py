@@ -20,7 +20,7 @@ from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
 from roxxel_dist.data.files.slices import TokenFile
 from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.progress_bars import ProgressBars
 
 WORTH_A_PROCESS = 1 << 32
 """Bytes of tokens that justify another process: half a second of work, about the start-up time of a process."""
@@ -29,7 +29,7 @@ BLOCKS_AT_ONCE = 256
 PAUSE_S = 50e-6
 
 
-def find_damage(shards: Sequence[TokenFile], progress: Progress, workers: int | None = None) -> Iterator[str]:
+def find_damage(shards: Sequence[TokenFile], progress: ProgressBars, workers: int | None = None) -> Iterator[str]:
     """The damage in shards: one message for each damaged shard, which names the block and the document.
 
     `workers` are processes; None: one per core, or only this process for little data.

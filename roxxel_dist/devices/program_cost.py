@@ -475,7 +475,8 @@ def splash_flops(name: str, operands: Sequence[Sequence[int]]) -> float:
 
 def cudnn_flops(q: Sequence[int], k: Sequence[int], backward: bool, causal: bool, window: int) -> float:
     """FLOPs of cuDNN's attention for queries [B, L, H, K] and keys [B, S, G, K], whose backward pass computes the
-    scores again; `window` is 0 for none."""
+    scores again; `window` is 0 for none. A window is causal: one of the whole row leaves as many pairs as none."""
     rows, length, heads, size = q
-    pairs = length * min(window, length) if window else length * k[1] / (2 if causal else 1)
+    seen = min(window, length)
+    pairs = length * seen - seen**2 / 2 if window else length * k[1] / (2 if causal else 1)
     return 2.0 * (5 if backward else 2) * rows * heads * pairs * size

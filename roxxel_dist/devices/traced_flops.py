@@ -7,9 +7,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import Mesh
 
 from roxxel_dist.devices.program_cost import cudnn_flops, mean_trips, splash_flops
+
+
+def flops_of(jitted: Any, args: Sequence[Any], mesh: Mesh) -> float:
+    """FLOPs of a jitted function for such (abstract) arguments on a mesh: it is traced, and not compiled."""
+    with jax.set_mesh(mesh):
+        return traced_flops(jitted.trace(*args).jaxpr)
 
 
 def traced_flops(jaxpr: Any, trips: float = 1) -> float:

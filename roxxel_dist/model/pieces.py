@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.step_parts import ATTENTION
+from roxxel_dist.model.attention.blocked import Blocks
 from roxxel_dist.model.attention.cut_rows import RowCut
-from roxxel_dist.model.attention.kernels import Blocks, Labels
+from roxxel_dist.model.attention.mask import Mask
 from roxxel_dist.model.layers import DynamicScalar
 from roxxel_dist.model.transformer import Block
 
@@ -26,11 +27,10 @@ def in_blocks(cut: RowCut, x_L: jax.Array, *, repeat: bool = True) -> jax.Array:
     return padded.reshape(cut.row_blocks, cut.size)
 
 
-def keys_of_shard(cut: RowCut, shard: jax.Array, segments_MxC: jax.Array | None, window: int | None) -> Blocks:
-    """Which blocks of keys of its row each block of a shard attends to."""
-    numbers, of_k = cut.numbers(shard), None if segments_MxC is None else segments_MxC[:, None]
-    of_q = None if of_k is None else of_k[numbers]
-    return Blocks.between(numbers, cut.size, window, Labels(of_q), Labels(of_k))
+def keys_of_shard(cut: RowCut, shard: jax.Array, mask: Mask) -> Blocks:
+    """Which blocks of keys of its row each block of a shard attends to; `mask`: its segments are int32[M, C]."""
+    numbers, of_k = cut.numbers(shard), mask.labels(lambda x: x[:, None])
+    return Blocks.between(numbers, cut.size, of_k.labels(lambda x: x[numbers]), of_k)
 
 
 def only_block(blocks: Any) -> Block:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.step_parts import CASTS
-from roxxel_dist.model.attention.kernels import RESIDUALS
 from roxxel_dist.model.attention.kv_cache import AttentionMetadata, LayerCache
+from roxxel_dist.model.attention.mask import RESIDUALS
 from roxxel_dist.model.config import GradientCheckpointing
 from roxxel_dist.model.layers import STACKED, DynamicScalar
 
@@ -26,14 +26,14 @@ def stack_of(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs)
     module = make(rngs)  # the first module gives the tree, and the number of keys that each uses
     after = nnx.split(rngs, nnx.RngKey, ...)[2]
 
-    def moved(i: Any) -> Any:
+    def streams_at(i: Any) -> Any:
         return jax.tree.map(lambda first, second: first + jnp.uint32(i) * (second - first), before, after)
 
     def leaves(i: jax.Array) -> Any:
-        return nnx.split(make(nnx.merge(graphdef, keys, moved(i), copy=True)), DynamicScalar, ...)[2]
+        return nnx.split(make(nnx.merge(graphdef, keys, streams_at(i), copy=True)), DynamicScalar, ...)[2]
 
     nnx.update(module, jax.vmap(leaves)(jnp.arange(count)))
-    nnx.update(rngs, moved(count))
+    nnx.update(rngs, streams_at(count))
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Param):
             node.set_metadata(STACKED, node.get_metadata().get(STACKED, 0) + 1)

@@ -12,11 +12,11 @@ from flax import nnx
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_batch
 from roxxel_dist.cluster.step_parts import ATTENTION, EMBEDDING, HEAD_AND_LOSS, NORMS
-from roxxel_dist.model.attention.attend import padded
+from roxxel_dist.model.attention.attend import pad_rows
 from roxxel_dist.model.attention.grouped_query import Attention
-from roxxel_dist.model.attention.kernels import pad_tokens
 from roxxel_dist.model.attention.kv_cache import AttentionMetadata, Cache, Layer, LayerCache, empty_cache, prepare
 from roxxel_dist.model.attention.latent import LatentAttention
+from roxxel_dist.model.attention.mask import pad_tokens
 from roxxel_dist.model.config import ModelConfig, NormPosition
 from roxxel_dist.model.experts.moe import MixtureOfExperts
 from roxxel_dist.model.layers import Dropout, DynamicScalar, Embedding, Norm, logits_of, make_norm, sinusoids
@@ -223,7 +223,7 @@ class Transformer(nnx.Module):
             )
         x_BxLxD = self.embed(tokens_BxL, metadata.position_L)
         if cache is None:
-            x_BxLxD, metadata = padded(self.config, x_BxLxD, metadata)
+            x_BxLxD, metadata = pad_rows(self.config, x_BxLxD, metadata)
         x_BxLxD = constrain_batch(x_BxLxD)
         remat = not self.deterministic and cache is None and self.config.gradient_checkpointing
         x_BxLxD, balance, layers = run_stack(

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointRange, CheckpointRef
-from roxxel_dist.checkpoint.store import CheckpointStore
+from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import make_devices
 from roxxel_dist.cluster.mesh import make_mesh
@@ -186,7 +186,7 @@ def evaluate_range(run: str | Path, **options: Any) -> list[Evaluation]:
 
 
 @contextlib.contextmanager
-def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[CheckpointStore, int]]:
+def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[CheckpointReader, int]]:
     """The checkpoints of the run, and the requested step; ValueError if it does not exist, or was deleted."""
     with open_checkpoint("RUN", checkpoint) as (store, newest):
         step = store.best_step() if best else newest

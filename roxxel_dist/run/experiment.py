@@ -52,7 +52,7 @@ from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.step.optimizer import for_run
 from roxxel_dist.train.validation.text_of_sets import why_unknown
-from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.progress_bars import ProgressBars
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of
 
@@ -217,7 +217,7 @@ class Experiment:
             options, grad_accum = components.options, components.grad_accum
             stream = sweep_stream(components.curriculum, num_steps, options.seed, components.mesh(), grad_accum)
             load = None if options.init_from is None else partial(load_params, find_checkpoint(options.init_from))
-            progress = Progress(is_primary())
+            progress = ProgressBars(is_primary())
             progress.line(f"compiling; then {num_steps} steps with learning rates from {min_lr:.2g} to {max_lr:.2g}")
             with progress.bar("steps", num_steps) as done:
                 losses = sweep(

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from roxxel_dist.checkpoint.reader import DamagedCheckpoint
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.model.split import split_module
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.step.bad_steps import LossMonitorState

@@ -11,7 +11,7 @@ from typing import Any
 
 from flax import nnx
 
-from roxxel_dist.checkpoint.store import DamagedCheckpoint
+from roxxel_dist.checkpoint.reader import DamagedCheckpoint
 from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_for_shards
 from roxxel_dist.cluster.distributed import is_primary, process_count
 from roxxel_dist.cluster.jax_private import note_unkept_programs

@@ -7,7 +7,7 @@ from functools import partial
 import jax
 
 from roxxel_dist.checkpoint.metadata import CheckpointMetadata
-from roxxel_dist.checkpoint.store import DamagedCheckpoint
+from roxxel_dist.checkpoint.reader import DamagedCheckpoint
 from roxxel_dist.curriculum.even_rows import SpreadRows
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape

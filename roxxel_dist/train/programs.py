@@ -93,9 +93,8 @@ class Programs:
         position, batch = self._position, self.stream_from(step).abstract()
         key = batch_key(batch)
         self._compiler.prepare(key, self._steps.train, self._steps.state, position.hparams, batch)
-        known = all(peak_flops(device.device_kind) for device in self._parts.mesh.devices.flat)
-        if known and self._steps.is_one_program:
-            self._compiler.count_flops(key)
+        if all(peak_flops(device.device_kind) for device in self._parts.mesh.devices.flat):
+            self._compiler.count_flops(key, self._steps.program_flops)
         self.prepare_validation(step)
         return key
 

@@ -9,7 +9,8 @@ from roxxel_dist.checkpoint import files
 from roxxel_dist.checkpoint.generations import run_identity
 from roxxel_dist.checkpoint.memory import MemoryTier, open_memory
 from roxxel_dist.checkpoint.metadata import read_cursor, write_cursor
-from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from roxxel_dist.checkpoint.reader import DamagedCheckpoint
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_index
 from roxxel_dist.place.files import check_run_folder
 from roxxel_dist.process.exit_codes import UserError

@@ -20,6 +20,7 @@ from roxxel_dist.checkpoint.metadata import (
     EarlyStopping,
     ResumeSpec,
 )
+from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
 from roxxel_dist.curriculum.phases import Curriculum
@@ -370,7 +371,7 @@ def rewind(
     return good, plan, replace(metadata, early_stopping=saved.early_stopping, digest=saved.digest, rewinds=rewinds)
 
 
-def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:
+def restore(store: CheckpointReader, step: int, like: TrainState) -> TrainState:
     """The state of a checkpoint, on the devices of `like`. Bad steps before it are dropped: they were reported.
 
     The number of bad steps in a row is kept: a run that was killed must end where an uninterrupted one would have.

@@ -4,10 +4,11 @@ Every command that meets a model asks here: training, `eval`, `plan`, `find-lr`,
 virtual shards has `ShardedSteps`, which have the same members; whoever uses them need not know which they are.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +20,25 @@ from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, one_device, s
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.devices.program_cost import program_cost
-from roxxel_dist.devices.traced_flops import traced_flops
+from roxxel_dist.devices.traced_flops import flops_of
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
+from roxxel_dist.train.exact.calls import Key, count_calls, key_of, simulated_mesh
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import Layout, placed_as, rows_sharding, shapes_of
+from roxxel_dist.train.exact.layout import ShardLayout, placed_as, rows_sharding, shapes_of
+from roxxel_dist.train.exact.memory import ShardedMemory
 from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, exact_places
-from roxxel_dist.train.step.compile import mesh_of
+from roxxel_dist.train.step.compile import AotCompiler, Compile, CompileForEach, batch_key, mesh_of
 from roxxel_dist.train.step.local_sums import accumulation
+from roxxel_dist.train.step.memory import StepMemory
 from roxxel_dist.train.step.optimizer import InitialState, Optimizer
 from roxxel_dist.train.step.state import StateBuilder, TrainState
 from roxxel_dist.train.step.step import LossFn, check_vocabulary, make_eval_step, make_step, measure
 
 Load = Callable[[Leaves, Leaves], Leaves]
 """(parameters, state beside them) -> those of a trained model, placed alike; see `StateBuilder.build`."""
+Kind = Literal["training", "validation"]
+"""Which program of a step is meant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +87,6 @@ class Steps:
     options: StepOptions
     settings: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are inputs of every step beside those of the model, such as "lr"."""
-
-    @property
-    def is_one_program(self) -> bool:
-        """Whether a step is one program of all devices."""
-        return True
 
     @property
     def split(self) -> ModuleSplit:
@@ -144,12 +145,14 @@ class Steps:
         """The evaluation, (params, rest, hparams, batch) -> losses, likewise; `end` is as for `make_eval_step`."""
         return make_eval_step(self.split, self.loss, self.options.compute_dtype, end)
 
-    def training_args(self, batch: Any) -> tuple[Any, ...]:
-        """The (abstract) arguments of the training step, for a batch of any mesh."""
-        return self.state, self.hparams, self._place(batch, self.options.grad_accum)
+    def program(self, kind: Kind) -> Any:
+        """`train`, or `evaluate` without an end."""
+        return self.train if kind == "training" else self.evaluate()
 
-    def validation_args(self, batch: Any) -> tuple[Any, ...]:
-        """The (abstract) arguments of the evaluation, for a batch of any mesh."""
+    def args(self, kind: Kind, batch: Any) -> tuple[Any, ...]:
+        """The (abstract) arguments of that program, for a batch of any mesh."""
+        if kind == "training":
+            return self.state, self.hparams, self._place(batch, self.options.grad_accum)
         return self.state.evaluated, self.state.rest, self.hparams, self._place(batch)
 
     def _place(self, batch: Any, grad_accum: int = 1) -> Any:
@@ -189,16 +192,53 @@ class Steps:
         args = self.split, self.loss, self.state, self.hparams, self.sharding, shape, options.grad_accum
         return accumulation(*args, options.compute_dtype).text
 
+    def flops(self, kind: Kind, batch: Any) -> float:
+        """FLOPs of a program for such a batch, of all devices together, before it is divided; it is traced."""
+        args = self.args(kind, batch)
+        return flops_of(self.program(kind), args, mesh_of(args[-1], self.mesh) or self.mesh)
+
+    def program_flops(self, program: Any) -> float | None:
+        """What one device computes in a compiled program of these steps; None where the program does not say it."""
+        return program_cost(program.as_text(), [device.process_index for device in self.mesh.devices.flat]).flops
+
     def work_ratio(self, program: Any, batch: Any) -> float | None:
         """FLOPs of all devices over those of the step before it is divided; None where neither is known.
 
         `program` is the compiled training step for such a batch; the step is traced again.
         """
-        mesh = mesh_of(batch, self.mesh) or self.mesh
-        with jax.set_mesh(mesh):
-            whole = traced_flops(self.train.trace(self.state, self.hparams, batch).jaxpr)
-        here = program_cost(program.as_text(), [device.process_index for device in mesh.devices.flat]).flops
-        return here * mesh.size / whole if here and whole else None
+        here = self.program_flops(program)
+        whole = self.flops("training", batch) if here else 0.0
+        return here * self.mesh.size / whole if here and whole else None
+
+    def memory(self, compiler: AotCompiler, batch: Any) -> StepMemory:
+        """The memory that a training step for such a batch takes on a device, by the compiler of the devices here."""
+        key = batch_key(batch)
+        compiler.prepare(key, self.train, self.state, self.hparams, batch)
+        return StepMemory.of_program(compiler.get(key))
+
+    def compiled_memory(self, kind: Kind, batch: Any, programs: Mapping[Key, Any]) -> StepMemory:
+        """The same of programs that `count_calls` has compiled."""
+        del kind, batch
+        (program,) = programs.values()
+        return StepMemory.of_program(program)
+
+    def simulated(self, make: Callable[[Mesh], "Steps"]) -> "Steps":
+        """The steps that `count_calls` asks: these, or, where a step must run for that, those that are made for a mesh
+        of simulated devices."""
+        del make
+        return self
+
+    def count_calls(
+        self, kind: Kind, batch: Any, compile_one: Compile, for_each: CompileForEach, simulated: "Steps"
+    ) -> tuple[Counter[Key], dict[Key, Any]]:
+        """(how often a device runs each program of a step for such a batch, the programs); each is compiled once.
+
+        Of devices that do not run as many, the one that runs most.
+        """
+        del for_each, simulated
+        step, args = self.program(kind), self.args(kind, batch)
+        key = key_of(step, args)
+        return Counter({key: 1}), {key: compile_one(step, args, mesh_of(args[-1], self.mesh) or self.mesh)}
 
     def try_loss(self, batch: Any) -> None:
         """Trace the loss once, without computing it. What the model or the loss function raises passes."""
@@ -221,11 +261,6 @@ class ShardedSteps(Steps):
     The `builder` is of one device of this process: each computes the whole state, and keeps its slices.
     """
 
-    @property
-    def is_one_program(self) -> bool:
-        """Whether a step is one program of all devices."""
-        return False
-
     @cached_property
     def _placed(self) -> tuple[TrainState, Leaves]:
         options, init = self.options, self.builder.init_optimizer
@@ -237,9 +272,9 @@ class ShardedSteps(Steps):
         return placed_as(self.builder.build(restored=restored, load=load), self._placed)
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> ShardLayout:
         """Which shards a device has."""
-        return Layout(self.options.virtual_shards, self.sharding)
+        return ShardLayout(self.options.virtual_shards, self.sharding)
 
     @cached_property
     def programs(self) -> ShardPrograms:
@@ -269,9 +304,49 @@ class ShardedSteps(Steps):
         del batch
         return ""
 
-    def work_ratio(self, program: Any, batch: Any) -> float | None:
-        """None: no program is divided."""
-        del program, batch
+    def program_flops(self, program: Any) -> float | None:
+        """None: a step is many programs."""
+        del program
+
+    def memory(self, compiler: AotCompiler, batch: Any) -> StepMemory:
+        """As of `Steps`."""
+        key = batch_key(batch)
+        compiler.prepare(key, self._memory_of(batch), self.state, self.hparams, batch)
+        return compiler.get(key)
+
+    def _memory_of(self, batch: Any) -> ShardedMemory:
+        return ShardedMemory.of_step(self.programs, self.layout, self.state, self.hparams, batch)
+
+    def compiled_memory(self, kind: Kind, batch: Any, programs: Mapping[Key, Any]) -> StepMemory:
+        """As of `Steps`; of an evaluation that of its largest program."""
+        if kind == "training":
+            found = self._memory_of(self.args(kind, batch)[-1])
+            return found.with_programs({name: program for (name, _), program in programs.items()})
+        return max(map(StepMemory.of_program, programs.values()), key=lambda memory: memory.peak)
+
+    def simulated(self, make: Callable[[Mesh], Steps]) -> Steps:
+        """As of `Steps`."""
+        return make(simulated_mesh(self.mesh))
+
+    def count_calls(
+        self, kind: Kind, batch: Any, compile_one: Compile, for_each: CompileForEach, simulated: Steps
+    ) -> tuple[Counter[Key], dict[Key, Any]]:
+        """As of `Steps`."""
+        programs, args, line = dict[Key, Any](), self.args(kind, batch), self.layout.line
+
+        def one(jitted: Any, args: Any, mesh: Mesh) -> Any:
+            return programs.setdefault(key_of(jitted, args), compile_one(jitted, args, mesh))
+
+        def each(jitted: Any, args: Any, devices: Any) -> list[Any]:
+            found = for_each(jitted, args, devices)
+            programs.setdefault(key_of(jitted, args), found[0])
+            return found
+
+        with jax.set_mesh(one_device(self.mesh, self.mesh.devices.flat[0])):
+            self.program(kind).compile(one, each, *args)
+        most = max(line.devices.flat, key=lambda device: len(self.layout.shards_of(device)))
+        number = list(line.devices.flat).index(most)
+        return count_calls(simulated.program(kind), number, programs, args), programs
 
     def check_model_state(self, batch: Any) -> None:
         """Raises UserError where a call of the model changes what has no mean over the shards; traces one of them.

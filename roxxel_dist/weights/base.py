@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.checkpoint.files import shapes as shapes_of
 from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
-from roxxel_dist.checkpoint.store import CheckpointStore
+from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.cluster.distributed import is_primary
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
@@ -37,14 +37,14 @@ OF_METADATA, OF_DIGESTS = "metadata:", "digests:"
 
 
 @contextlib.contextmanager
-def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[CheckpointStore, int]]:
+def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[CheckpointReader, int]]:
     """The checkpoints of a run that is only read, and the step meant: the newest where none is named.
 
     Raises ValueError where there is no such checkpoint; the message begins with `field`, what names it.
     """
     bucket = bucket_run(ref.run)
     folder, remote = (ref.run, None) if bucket is None else (bucket.folder, bucket.checkpoints)
-    store = CheckpointStore(folder / "checkpoints", read_only=True, remote=remote)
+    store = CheckpointReader(folder / "checkpoints", remote=remote)
     try:
         kept = store.steps()
         if not kept:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache
-from roxxel_dist.data.tasks import ScoredRow, length_for, padded, row_of, windows
+from roxxel_dist.data.tasks import ScoredRow, length_for, pad_scored, row_of, windows
 from roxxel_dist.process.exit_codes import EXIT_USAGE, UserError
 from roxxel_dist.process.extras import pip_install
 from roxxel_dist.weights.generator import Generator
@@ -92,7 +92,7 @@ class _RoxxelDist(TemplateLM):
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))  # so that batches have little padding
         for numbers in _batches(order, self.batch_size):
             chosen = [rows[i] for i in numbers]
-            arrays = padded(chosen, (self.batch_size, length_for(chosen, self.max_length) + 1))
+            arrays = pad_scored(chosen, (self.batch_size, length_for(chosen, self.max_length) + 1))
             sums, greedy = (array.tolist() for array in jax.device_get(self._score(*arrays)))
             found |= dict(zip(numbers, zip(sums, greedy, strict=True), strict=False))  # without the empty rows
         return [found[i] for i in range(len(rows))]

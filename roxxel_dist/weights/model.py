@@ -9,7 +9,8 @@ import jax
 from flax import nnx
 
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.model.attention.kernels import broken_rule, kernel_for, key_size, native_kernel, score_traffic
+from roxxel_dist.model.attention.kernels import Situation, broken_rule, kernel_for, native_kernel, score_traffic
+from roxxel_dist.model.attention.mask import key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.parametrization import Width, rescale_to, widths
 from roxxel_dist.model.transformer import TransformerBuilder
@@ -32,15 +33,18 @@ def attention_kernel(
     if config.model is not None:
         return config.attention
     keeps = config.attention == "auto" and begun_with is not None
-    devices = devices or jax.devices()
-    return kernel_for(
-        begun_with if begun_with is not None and keeps else config.attention,
+    kernel = begun_with if begun_with is not None and keeps else config.attention
+    return kernel_for(kernel, _situation(config, shapes, devices), begun=keeps)
+
+
+def _situation(config: Config, shapes: Sequence[Shape], devices: Sequence[Any] | None) -> Situation:
+    """What attention computes in a run with whole rows."""
+    return Situation(
+        device=(devices or jax.devices())[0],
         key_size=key_size(config.part(ModelConfig)),
         bf16=config.use_bf16 or config.bf16_compute,
-        capped=config.attn_softcap is not None,
         packed=any(shape.packing == "documents" for shape in shapes),
-        begun=keeps,
-        device=devices[0],
+        capped=config.attn_softcap is not None,
     )
 
 
@@ -50,10 +54,9 @@ def slower_attention(
     """The line of a run on devices whose own kernel does not take its attention: why, and what XLA's costs; or ""."""
     if config.model is not None or kernel != "xla" or config.attention != "auto":
         return ""
-    device, model = (devices or jax.devices())[0], config.part(ModelConfig)
-    native, packed = native_kernel(device), any(shape.packing == "documents" for shape in shapes)
-    bf16, capped = config.use_bf16 or config.bf16_compute, config.attn_softcap is not None
-    broken = broken_rule(native, device, key_size(model), bf16, packed, whole_rows=True, capped=capped)
+    situation, model = _situation(config, shapes, devices), config.part(ModelConfig)
+    native = native_kernel(situation.device)
+    broken = broken_rule(native, situation)
     if broken is None:
         return ""
     length = max(shape.seq_len for shape in shapes) - 1

@@ -6,8 +6,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.checkpoint import store as checkpoint
-from roxxel_dist.checkpoint.files import kept
+from roxxel_dist.checkpoint import reader as reading
+from roxxel_dist.checkpoint.files import steps_to_keep
+from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.mesh import make_mesh
 
@@ -49,8 +50,8 @@ def test_a_rank_that_missed_the_end_of_a_save_learns_of_it(tmp_path, state, monk
     saver.save(1, state, {})
     saver.save(2, state, {})
     saver.close()
-    behind = CheckpointStore(tmp_path / "c", read_only=True)
-    monkeypatch.setattr(checkpoint, "broadcast_from_primary", lambda name, value: "[[1, null], [2, null], [3, 0.5]]")
+    behind = CheckpointReader(tmp_path / "c")
+    monkeypatch.setattr(reading, "broadcast_from_primary", lambda name, value: "[[1, null], [2, null], [3, 0.5]]")
     assert behind.latest_of_all() == 3
     assert (behind.steps(), behind.best_step()) == ([1, 2, 3], 3)
 
@@ -68,7 +69,7 @@ def test_orbax_itself_can_read_it(tmp_path, state):
 def test_the_newest_ones_are_kept_and_dead_saves_swept(tmp_path, state):
     for dead in ("9.orbax-checkpoint-tmp-1", "1.orbax-checkpoint-tmp"):
         (tmp_path / "c" / dead / "state").mkdir(parents=True)
-    CheckpointStore(tmp_path / "c", read_only=True).close()
+    CheckpointReader(tmp_path / "c").close()
     assert len(names(tmp_path / "c")) == 2
     saver = CheckpointStore(tmp_path / "c", max_to_keep=2)
     assert names(tmp_path / "c") == []
@@ -100,10 +101,10 @@ def test_the_best_and_the_chosen_are_kept_apart_from_the_newest(tmp_path):
 
 
 def test_what_is_kept():
-    assert kept({}, 3, None, ()) == set()
-    assert kept(dict.fromkeys(range(5)), 2, None, ()) == {3, 4}
-    assert kept(dict.fromkeys(range(5)), None, None, ()) == set(range(5))
-    assert kept({1: 2.0, 2: 2.0, 3: 3.0}, 1, None, ()) == {1, 3}  # the first of two that are equally good
+    assert steps_to_keep({}, 3, None, ()) == set()
+    assert steps_to_keep(dict.fromkeys(range(5)), 2, None, ()) == {3, 4}
+    assert steps_to_keep(dict.fromkeys(range(5)), None, None, ()) == set(range(5))
+    assert steps_to_keep({1: 2.0, 2: 2.0, 3: 3.0}, 1, None, ()) == {1, 3}  # the first of two that are equally good
     with pytest.raises(ValueError, match="keep_every is 0: it must be at least 1"):
         CheckpointStore("nowhere", keep_every=0)
 
@@ -176,7 +177,7 @@ def test_parameters_alone(tmp_path, state):
     saver = CheckpointStore(tmp_path / "c")
     saver.save(1, state, {})
     saver.close()
-    reader = CheckpointStore(tmp_path / "c", read_only=True)
+    reader = CheckpointReader(tmp_path / "c")
     assert np.array_equal(reader.restore_params(1, {"w": jnp.zeros((2, 3))})["w"], state["params"]["w"])
     with pytest.raises(ValueError, match="no checkpoint of step 7; those there are: 1"):
         reader.restore_params(7, {"w": jnp.zeros((2, 3))})

@@ -17,6 +17,7 @@ from leftovers import MARK, MOUNT
 from small_disks import mounted_disk
 
 from roxxel_dist.checkpoint import files, store
+from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.checkpoint.store import CheckpointStore
 
 
@@ -146,7 +147,7 @@ def test_a_folder_that_cannot_be_written(small_disk):
     for folder in (small_disk / "c", small_disk / "new"):
         with pytest.raises(ValueError, match=r"cannot be written .Read-only file system.: choose another folder"):
             CheckpointStore(folder)
-    reader = CheckpointStore(small_disk / "c", read_only=True)
+    reader = CheckpointReader(small_disk / "c")
     assert int(reader.restore(1, state)["step"]) == 3
     reader.close()
 
@@ -186,7 +187,7 @@ def test_killed_in_the_midst_of_a_save(tmp_path):
             break
     left = names(folder)
     assert begun()
-    reader = CheckpointStore(folder, read_only=True)
+    reader = CheckpointReader(folder)
     newest = reader.latest_step()
     assert newest == max(int(name) for name in left if name.isdecimal())
     assert reader.meta(newest) == {"step": newest}

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from commands import wait_for
 
-from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from roxxel_dist.checkpoint.reader import CheckpointReader, DamagedCheckpoint
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
@@ -35,10 +36,10 @@ def url(server, link, request, tmp_path):
         yield server.url(request.node.name.partition("[")[0])
 
 
-def opened(url, folder, **options):
+def opened(url, folder, kind=CheckpointStore, **options):
     """The checkpoints of the run as a host has them that keeps its files in `folder`."""
     run = BucketRun(url, folder, timeout_s=2)
-    return CheckpointStore(run.folder / "checkpoints", remote=run.checkpoints, **options)
+    return kind(run.folder / "checkpoints", remote=run.checkpoints, **options)
 
 
 def saved(store, step, val_loss=None):
@@ -91,7 +92,7 @@ def test_a_save_that_was_cut_off_is_never_taken(url, tmp_path):
     saved(store, 2)
     store.close()
     ObjectStore.open(url).delete(["checkpoints/2/digests.json"])  # as if it had been killed before the last object
-    reader = opened(url, tmp_path / "reader", read_only=True)
+    reader = opened(url, tmp_path / "reader", CheckpointReader)
     assert reader.steps() == [1]
     assert any(key.startswith("checkpoints/2/") for key in keys(url))  # it only reads
     again = opened(url, tmp_path / "first")  # which has a whole checkpoint 2 on its disk
@@ -131,7 +132,7 @@ def test_rights_that_lack_deletion_cost_no_checkpoint(url, link, tmp_path):
     assert re.search(
         r"step 2 is saved .*, and older ones \(step 1\) could not be deleted .*s3://", store.poll().warning
     )
-    assert store.steps() == [1, 2] == opened(url, tmp_path / "reader", read_only=True).steps()
+    assert store.steps() == [1, 2] == opened(url, tmp_path / "reader", CheckpointReader).steps()
     link.keep = False
     saved(store, 3)  # the next save deletes what was left
     assert not store.poll().warning

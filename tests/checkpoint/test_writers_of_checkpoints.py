@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import roxxel_dist
+from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.process.exit_codes import UserError
 
@@ -58,7 +59,7 @@ READERS = {
     "open and close": lambda folder: roxxel_dist.Checkpointer(folder, small()).close(),
     "restore": lambda folder: roxxel_dist.Checkpointer(folder, small()).restore(),
     "list": lambda folder: roxxel_dist.Checkpointer(folder, small()).store.steps(),
-    "read only store": lambda folder: CheckpointStore(folder, read_only=True).close(),
+    "read only store": lambda folder: CheckpointReader(folder).close(),
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 from commands import TINY, make_corpus, rows, run, start, wait_for
 from small_disks import mounted_disk
 
-from roxxel_dist.checkpoint.store import CheckpointStore
+from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.cli import main
 from roxxel_dist.weights.files import read_weights
 
@@ -89,7 +89,7 @@ def test_the_folder_is_as_documented(work):
 
 
 def test_the_weights_are_those_of_the_checkpoints(work):
-    store = CheckpointStore(work / "cut" / "checkpoints", read_only=True)
+    store = CheckpointReader(work / "cut" / "checkpoints")
     newest, best = store.latest_step(), store.best_step()
     store.close()
     _, steps = zip(
@@ -226,7 +226,7 @@ def test_a_running_job_saves_when_it_is_asked(work):
     finally:
         job.kill()
         job.wait()
-    store = CheckpointStore(work / "asked" / "checkpoints", read_only=True)
+    store = CheckpointReader(work / "asked" / "checkpoints")
     assert step in store.steps()
     assert store.latest_step() > step
     store.close()

@@ -4,7 +4,7 @@ import pytest
 from roxxel_dist.cli import main
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verify import find_damage
-from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.progress_bars import ProgressBars
 
 
 @pytest.fixture
@@ -25,10 +25,10 @@ def folder(tmp_path):
 def test_all_damage_is_found_and_named(folder, workers):
     with Roxxel(folder) as ds:
         assert len(ds.shards) == 5
-        first, second = find_damage(ds.shards, Progress(False), workers)
+        first, second = find_damage(ds.shards, ProgressBars(False), workers)
         assert first.startswith(f"{folder}/shard_00001.rox: block 2 (tokens 4096 to 6143, documents 4 to 6) is damaged")
         assert second.startswith(f"{folder}/shard_00004.rox: block 0 (tokens 0 to 2047, documents 0 to 2) is damaged")
-        assert list(find_damage(ds.shards[2:4], Progress(False), workers)) == []
+        assert list(find_damage(ds.shards[2:4], ProgressBars(False), workers)) == []
 
 
 def test_a_damaged_table_and_a_shrunk_file(folder):
@@ -39,7 +39,7 @@ def test_a_damaged_table_and_a_shrunk_file(folder):
             file.write(b"\xff")
         with ds.shards[3].path.open("r+b") as file:
             file.truncate(10_000)
-        messages = list(find_damage(ds.shards, Progress(False)))
+        messages = list(find_damage(ds.shards, ProgressBars(False)))
     assert len(messages) == 4
     assert any("shard_00002.rox: the document ends are damaged" in message for message in messages)
     assert any("shard_00003.rox: 10000 bytes now" in message for message in messages)

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.devices.hlo import _instruction
-from roxxel_dist.devices.program_cost import _groups, program_cost, splash_flops
+from roxxel_dist.devices.program_cost import _groups, cudnn_flops, program_cost, splash_flops
 from roxxel_dist.devices.traced_flops import traced_flops
 from roxxel_dist.model.attention.attend import attention
 
@@ -329,6 +329,15 @@ def test_splash_attention_has_half_of_all_pairs_or_those_of_its_window():
     assert splash_flops("splash_mha_fwd", [(1, 4, 1), (1, 4, 1), q, q, q]) == whole / 2
     part = (*q[:2], q[2] // 4, q[3])  # of a cut row a device has the keys of all, and half of its pairs with them
     assert splash_flops("splash_mha_fwd", [part, q, q]) == whole / 4
+
+
+def test_a_window_of_cudnn_has_the_pairs_of_its_mask():
+    """It is causal: the first tokens see as many as there are, and one of the whole row is as none."""
+    q, k = (1, 1000, 2, 64), (1, 1000, 1, 64)
+    for window in (1, 30, 999, 1000, 4096):
+        pairs = sum(min(place + 1, window) for place in range(1000))
+        assert cudnn_flops(q, k, False, True, window) == pytest.approx(2 * 2 * 2 * 64 * (pairs - min(window, 1000) / 2))
+    assert cudnn_flops(q, k, True, True, 1000) == cudnn_flops(q, k, True, True, 0)
 
 
 def test_kernels_of_a_loop_are_launched_in_each_turn():

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import roxxel_dist
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, phase_mesh
 from roxxel_dist.model.attention.attend import attend
-from roxxel_dist.model.attention.kv_cache import AttentionMetadata
+from roxxel_dist.model.attention.mask import Mask
 from roxxel_dist.process.exit_codes import UserError
 
 __all__ = ["cudnn_by_xla"]
@@ -112,7 +112,6 @@ def test_types_and_scales(mesh, rows, length):
 def test_it_is_the_attention_of_the_built_in_model():
     """Documents of a packed row count from 0: within one, positions and places say the same."""
     q, k, v, _, segments, _ = inputs(2, 50, 4, 2, packed=True)
-    metadata = AttentionMetadata(np.arange(50, dtype=np.int32), segments_BxL=segments)
     begins = np.stack([np.searchsorted(row, row) for row in segments])
     positions = (np.arange(50) - begins).astype(np.int32)
 
@@ -120,7 +119,7 @@ def test_it_is_the_attention_of_the_built_in_model():
     def of_each(q, k, v):
         mine = roxxel_dist.attention(q, k, v, segments=segments, window=20)
         placed = roxxel_dist.attention(q, k, v, segments=segments, positions=positions, window=20)
-        return mine, attend(q, k, v, metadata, 20), placed
+        return mine, attend(q, k, v, Mask(segments=segments, window=20)), placed
 
     mine, built_in, placed = of_each(q, k, v)
     np.testing.assert_array_equal(mine, built_in)

@@ -1,5 +1,6 @@
 """Kernels of attention: XLA's in blocks and splash attention beside the plain one, and which one is chosen."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -17,19 +18,18 @@ from models import with_numbers
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.attention import kernels as attention_kernels
 from roxxel_dist.model.attention.attend import attend
+from roxxel_dist.model.attention.blocked import blocked_attention
 from roxxel_dist.model.attention.kernels import (
+    KERNELS,
     LONGEST_WHOLE,
-    Labels,
-    Scores,
-    blocked_attention,
+    Situation,
     broken_rule,
     kernel_for,
-    key_size,
     score_bytes,
     score_traffic,
-    splash_attention,
 )
-from roxxel_dist.model.attention.kv_cache import AttentionMetadata
+from roxxel_dist.model.attention.mask import Mask, key_size
+from roxxel_dist.model.attention.splash import splash_attention
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
@@ -75,7 +75,7 @@ def test_blocks_are_the_plain_attention(length, window, heads, value_size, packe
     )
     scale = q.shape[-1] ** -0.5
     blocks = with_gradients(
-        lambda q, k, v: blocked_attention(q, k, v, Labels(segments), window, Scores(scale)), q, k, v, weight
+        lambda q, k, v: blocked_attention(q, k, v, Mask(segments=segments, window=window, scale=scale)), q, k, v, weight
     )
     whole = dense_attention(q, k, v, weight, window=window, segments=segments)
     for a, b in zip(blocks, whole, strict=True):
@@ -89,14 +89,14 @@ def test_segments_need_not_be_in_order(ids):
     segments = np.repeat(np.asarray(ids, np.int32), [400, 500, 400])
     segments = segments[None]
     blocks = with_gradients(
-        lambda q, k, v: blocked_attention(q, k, v, Labels(segments), None, Scores(8**-0.5)), q, k, v, weight
+        lambda q, k, v: blocked_attention(q, k, v, Mask(segments=segments, scale=8**-0.5)), q, k, v, weight
     )
     check_same(blocks, dense_attention(q, k, v, weight, segments=segments))
 
 
 def test_blocks_in_bfloat16():
     q, k, v, _, weight = inputs(700, dtype=jnp.bfloat16)
-    blocks = with_gradients(lambda q, k, v: blocked_attention(q, k, v, Labels(), 300, Scores(8**-0.5)), q, k, v, weight)
+    blocks = with_gradients(lambda q, k, v: blocked_attention(q, k, v, Mask(window=300)), q, k, v, weight)
     assert all(x.dtype == jnp.bfloat16 for x in blocks)
     exact = dense_attention(q, k, v, weight, window=300)
     check_same(exact, [np.float32(x) for x in blocks], atol=0.1)
@@ -106,8 +106,8 @@ def test_blocks_in_bfloat16():
 def test_short_rows_have_all_scores_at_once_and_long_ones_never(packed):
     for length in (LONGEST_WHOLE, LONG):
         q, k, v, segments, _ = inputs(length, packed=packed, rows=1)
-        metadata = AttentionMetadata(np.arange(length, dtype=np.int32), segments_BxL=segments)
-        text = str(jax.make_jaxpr(lambda *x, metadata=metadata: attend(*x, metadata, None, kernel="xla"))(q, k, v))
+        mask = Mask(segments=segments)
+        text = str(jax.make_jaxpr(lambda *x, mask=mask: attend(*x, mask, "xla"))(q, k, v))
         assert (f"{length},{length}]" in text) == (length == LONGEST_WHOLE)
 
 
@@ -128,7 +128,7 @@ def test_the_memory_of_a_long_row(fields, monkeypatch):
         return next_token_loss(nnx.merge(graphdef, state), batch)
 
     blocks = temporaries(loss, state, batch)
-    monkeypatch.setattr("roxxel_dist.model.attention.attend.LONGEST_WHOLE", length)
+    monkeypatch.setattr("roxxel_dist.model.attention.kernels.LONGEST_WHOLE", length)
     jax.clear_caches()
     assert blocks <= 0.35 * temporaries(loss, state, batch)
 
@@ -150,7 +150,7 @@ def test_a_model_of_long_rows_is_the_same(fields, packed, monkeypatch):
 
     model = with_numbers(lambda: Transformer(shape, nnx.Rngs(0)))
     blocks = nnx.jit(lambda model: model(tokens, segments))(model)
-    monkeypatch.setattr("roxxel_dist.model.attention.attend.LONGEST_WHOLE", LONG)
+    monkeypatch.setattr("roxxel_dist.model.attention.kernels.LONGEST_WHOLE", LONG)
     np.testing.assert_allclose(blocks, nnx.jit(lambda model: model(tokens, segments))(model), atol=1e-5)
 
 
@@ -166,7 +166,7 @@ def test_splash_attention_is_the_plain_one(window, packed, value_size, groups):
     q, k, v, segments, weight = inputs(200, heads=4, groups=groups, size=64, value_size=value_size, packed=packed)
 
     def splash(q, k, v):
-        return splash_attention(q, k, v, segments, window, Scores(64**-0.5), interpret=True)
+        return splash_attention(q, k, v, Mask(segments=segments, window=window), interpret=True)
 
     expected = dense_attention(q, k, v, weight, window=window, segments=segments)
     check_same(with_gradients(splash, q, k, v, weight), expected)
@@ -179,12 +179,12 @@ def test_splash_attention_on_several_devices():
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, P("data"))
         cut = [jax.device_put(x, rows) for x in (q, k, v, segments)]
-        found = jax.jit(lambda q, k, v, s: splash_attention(q, k, v, s, None, Scores(0.125), interpret=True))(*cut)
+        found = jax.jit(lambda q, k, v, s: splash_attention(q, k, v, Mask(segments=s), interpret=True))(*cut)
     np.testing.assert_allclose(found, dense_attention(q, k, v, weight, segments=segments)[0], atol=1e-5)
 
 
 def test_auto_is_xla_on_a_cpu():
-    assert kernel_for("auto", key_size=64, bf16=True, packed=False) == "xla"
+    assert kernel_for("auto", Situation(device=jax.devices()[0], key_size=64, bf16=True, packed=False)) == "xla"
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,31 @@ TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
 def test_what_a_kernel_asks_for(kernel, device, fields, deterministic, rule, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true" if deterministic else "")
     asked = {"key_size": 64, "bf16": True, "packed": False, "whole_rows": True} | fields
-    found = broken_rule(kernel, device, **asked)
+    found = broken_rule(kernel, Situation(device=device, **asked))
     assert (found is None) == (rule is None)
     assert rule is None or found[0].startswith(rule)
+
+
+TOPICS = {
+    "Devices": "all",
+    "Number types": "all",
+    "Width of keys": "any",
+    "`attn_softcap`": "yes",
+    "Packed documents": "yes",
+    "Rows that are [divided along their tokens](howto/long-rows.md)": "yes",
+    "Can be used with `deterministic: true`": "yes",
+}
+"""The lines of the page's table, and what a kernel without a rule has there."""
+
+
+def test_the_table_of_the_page_has_the_rules():
+    lines = ["| | " + " | ".join(f"`{name}`" for name in KERNELS) + " |", "|---" * (len(KERNELS) + 1) + "|"]
+    assert {rule.topic for kernel in KERNELS.values() for rule in kernel.rules} - {""} <= set(TOPICS)
+    for topic, usual in TOPICS.items():
+        cells = [[rule.words for rule in kernel.rules if rule.topic == topic] for kernel in KERNELS.values()]
+        lines.append(f"| {topic} | " + " | ".join(", ".join(cell) or usual for cell in cells) + " |")
+    page = (Path(__file__).parents[2] / "docs" / "model.md").read_text()
+    assert "\n".join(lines) in page, "\n".join(lines)
 
 
 def test_no_such_kernel():
@@ -261,7 +283,7 @@ def test_the_width_of_keys(fields, width, monkeypatch):
     shape, seen = ModelConfig(dim=64, num_blocks=1, vocab_size=50, **fields), []
     told = attention_kernels.kernel_for
     monkeypatch.setattr(
-        "roxxel_dist.model.attention.attend.kernel_for", lambda *a, **k: seen.append(k["key_size"]) or told(*a, **k)
+        "roxxel_dist.model.attention.attend.kernel_for", lambda *a, **k: seen.append(a[1].key_size) or told(*a, **k)
     )
     nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0))(np.zeros((1, 4), np.int32)))
     assert set(seen) == {width} == {key_size(shape)}

@@ -18,7 +18,7 @@ from roxxel_dist.devices.traced_flops import traced_flops
 from roxxel_dist.model.attention import cudnn as module
 from roxxel_dist.model.attention.cudnn import blocks_of, cudnn_attention
 from roxxel_dist.model.attention.cut_rows import cut_attention
-from roxxel_dist.model.attention.kernels import RESIDUALS, Labels, Scores
+from roxxel_dist.model.attention.mask import RESIDUALS, Mask
 
 __all__ = ["cudnn_by_xla"]
 SCALE = 0.3
@@ -37,7 +37,7 @@ def inputs(rows, length, heads, groups, documents, sizes=(16, 8)):
 
 def with_gradients(q, k, v, d_out, segments, window):
     def loss(q, k, v):
-        out = cudnn_attention(q, k, v, segments, window, Scores(SCALE))
+        out = cudnn_attention(q, k, v, Mask(segments=segments, window=window, scale=SCALE))
         return (out * d_out).sum(), out
 
     (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
@@ -138,7 +138,7 @@ def traced(length, segments, *, remat=False, value=64):
     ids = jax.ShapeDtypeStruct((2, length), jnp.int32) if segments else None
 
     def loss(q, k, v, ids):
-        return cudnn_attention(q, k, v, ids, None, Scores(0.125)).astype(jnp.float32).sum()
+        return cudnn_attention(q, k, v, Mask(segments=ids)).astype(jnp.float32).sum()
 
     if remat:
         loss = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(RESIDUALS))
@@ -177,7 +177,7 @@ def test_a_cut_row_of_a_state_on_another_mesh(of_h100):
 
     def loss(q):
         (q,) = on_phase_mesh([q])
-        return cut_attention(q, q, q, Labels(), None, Scores(0.125), "cudnn").astype(jnp.float32).sum()
+        return cut_attention(q, q, q, Mask(), "cudnn").astype(jnp.float32).sum()
 
     with jax.set_mesh(phase_mesh(mesh, 1)):
         text = jax.jit(jax.grad(loss)).trace(q).lower(lowering_platforms=("cuda",)).as_text()

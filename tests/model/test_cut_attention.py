@@ -9,7 +9,7 @@ from dense_attention import dense_attention
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.devices.traced_flops import traced_flops
 from roxxel_dist.model.attention.cut_rows import RowCut, cut_attention
-from roxxel_dist.model.attention.kernels import Labels, Scores
+from roxxel_dist.model.attention.mask import Mask
 
 __all__ = ["cudnn_by_xla"]
 SCALE = 0.25
@@ -39,7 +39,7 @@ def check(mesh, rows, length, shapes, window, packed, *options, **more):
     segments = np.sort(rng.integers(0, 4, (rows, length)), 1).astype(np.int32) if packed else None
 
     def mixed(q, k, v):
-        out = cut_attention(q, k, v, Labels(segments), window, Scores(SCALE), *options, **more)
+        out = cut_attention(q, k, v, Mask(segments=segments, window=window, scale=SCALE), *options, **more)
         return (out * d_out).sum(), out
 
     with jax.set_mesh(mesh):
@@ -73,7 +73,7 @@ def test_splash_attention_computes_no_more_than_on_one_device():
     def traced(length, kernel):
         q = jax.ShapeDtypeStruct((1, length, 2, 64), np.float32)
         with jax.set_mesh(phase_mesh(make_mesh(8), 1)):
-            return jax.jit(lambda q: cut_attention(q, q, q, Labels(), None, Scores(SCALE), kernel)).trace(q).jaxpr
+            return jax.jit(lambda q: cut_attention(q, q, q, Mask(scale=SCALE), kernel)).trace(q).jaxpr
 
     assert traced_flops(traced(8192, "splash")) == pytest.approx(2 * 2 * 2 * 64 * 8192**2 / 2, rel=0.01)
     assert "pallas_call" in str(traced(8000, "splash"))
@@ -135,7 +135,7 @@ def test_cudnn_computes_no_more_than_on_one_device(cudnn_by_xla):
     def traced(length, kernel):
         q = jax.ShapeDtypeStruct((1, length, 2, 64), np.float32)
         with jax.set_mesh(phase_mesh(make_mesh(8), 1)):
-            return jax.jit(lambda q: cut_attention(q, q, q, Labels(), None, Scores(SCALE), kernel)).trace(q).jaxpr
+            return jax.jit(lambda q: cut_attention(q, q, q, Mask(scale=SCALE), kernel)).trace(q).jaxpr
 
     row = 2 * 2 * 2 * 64 * 8192**2 / 2
     diagonal = 17 / 16  # XLA, in place of cuDNN here, computes all of a pair on it

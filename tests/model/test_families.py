@@ -10,17 +10,11 @@ from flax import nnx
 from models import with_numbers
 
 from roxxel_dist.data.packing import Packed
-from roxxel_dist.model.attention.kernels import (
-    Labels,
-    Scores,
-    blocked_attention,
-    broken_rule,
-    capped_attention,
-    jax_attention,
-    kernel_for,
-    splash_attention,
-    whole_mask,
-)
+from roxxel_dist.model.attention.blocked import blocked_attention
+from roxxel_dist.model.attention.dense import dense_attention
+from roxxel_dist.model.attention.kernels import Situation, broken_rule, kernel_for
+from roxxel_dist.model.attention.mask import Mask
+from roxxel_dist.model.attention.splash import splash_attention
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.split import split_module
@@ -91,22 +85,17 @@ def test_soft_caps_in_blocks_and_at_once(window, packed):
     draws = np.random.default_rng(0)
     q, k, v, weight = (np.float32(draws.normal(size=(1, 300, heads, 8)) * 3) for heads in (4, 2, 2, 4))
     segments = (np.arange(300, dtype=np.int32) // 120)[None] if packed else None
-    labels, scores = Labels(segments), Scores(8**-0.5, 2.0)
+    mask = Mask(segments=segments, window=window, cap=2.0)
 
     def of(attention):
         return jax.jit(jax.value_and_grad(lambda x: (attention(*x) * weight).mean(), has_aux=False))((q, k, v))
 
-    found = of(lambda q, k, v: blocked_attention(q, k, v, labels, window, scores))
-    mask = jax.jit(lambda: whole_mask(labels, window))()
-    expected = of(lambda q, k, v: capped_attention(q, k, v, window, scores, True, mask))
+    found = of(lambda q, k, v: blocked_attention(q, k, v, mask))
+    expected = of(lambda q, k, v: dense_attention(q, k, v, mask))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
-    cap = Scores(8**-0.5, 1e6)
+    caps = (1e6, None, 2.0)
     large, plain, capped = jax.jit(
-        lambda q, k, v: (
-            capped_attention(q, k, v, window, cap, True, mask),
-            jax_attention(q, k, v, window, 8**-0.5, True, mask),
-            capped_attention(q, k, v, window, scores, True, mask),
-        )
+        lambda q, k, v: [dense_attention(q, k, v, dataclasses.replace(mask, cap=cap)) for cap in caps]
     )(q, k, v)
     np.testing.assert_allclose(large, plain, atol=1e-3)
     assert np.abs(np.asarray(large) - capped).max() > 0.1
@@ -115,16 +104,16 @@ def test_soft_caps_in_blocks_and_at_once(window, packed):
 @pytest.mark.long
 def test_splash_attention_has_the_soft_cap():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 256, 2, 64)) * 3
-    found = splash_attention(q, k, v, None, 100, Scores(0.125, 2.0), interpret=True)
-    np.testing.assert_allclose(found, capped_attention(q, k, v, 100, Scores(0.125, 2.0)), atol=1e-4)
+    found = splash_attention(q, k, v, Mask(window=100, cap=2.0), interpret=True)
+    np.testing.assert_allclose(found, dense_attention(q, k, v, Mask(window=100, cap=2.0)), atol=1e-4)
 
 
 def test_cudnn_has_no_soft_cap():
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
-    rule, _ = broken_rule("cudnn", gpu, 64, True, False, True, True)
-    assert "no soft cap of scores (attn_softcap)" in rule
     options = {"key_size": 64, "bf16": True, "packed": False, "device": gpu}
-    assert [kernel_for("auto", capped=capped, **options) for capped in (True, False)] == ["xla", "cudnn"]
+    rule, _ = broken_rule("cudnn", Situation(**options, capped=True))
+    assert "no soft cap of scores (attn_softcap)" in rule
+    assert [kernel_for("auto", Situation(capped=capped, **options)) for capped in (True, False)] == ["xla", "cudnn"]
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.long), 16])

@@ -23,7 +23,7 @@ from roxxel_dist.model.loss import auto_chunks, next_token_loss, token_losses
 from roxxel_dist.model.split import cast, split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.estimate.step_memory import memory_analysis
+from roxxel_dist.train.step.memory import StepMemory
 
 SMALL = {"dim": 16, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8}
 
@@ -270,7 +270,9 @@ def test_the_logits_are_never_there_at_once():
     def peak(chunk):
         parts, params, rest, settings = taken(vocab_size=20_000, loss_chunk=chunk)
         loss = jax.grad(lambda p, x: token_losses(parts.merge(p, rest, settings, training=True), x)["loss"])
-        return memory_analysis(jax.jit(loss).lower(params, jax.ShapeDtypeStruct((8, 65), jnp.int32)).compile()).peak
+        return StepMemory.of_program(
+            jax.jit(loss).lower(params, jax.ShapeDtypeStruct((8, 65), jnp.int32)).compile()
+        ).peak
 
     assert peak(64) < 0.5 * peak(0)
 

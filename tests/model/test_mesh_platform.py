@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from roxxel_dist import Config
 from roxxel_dist.cluster.mesh import AXES, device_type, make_mesh
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.model.attention.kernels import kernel_for
+from roxxel_dist.model.attention.kernels import Situation, kernel_for
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.weights.model import attention_kernel, slower_attention
@@ -57,7 +57,7 @@ def test_attention_is_by_the_kernel_of_the_mesh(platform):
 def test_auto_is_the_kernel_of_the_mesh(platform):
     kind, kernel = DEVICES[platform]
     with jax.sharding.use_abstract_mesh(mesh_of(platform, kind)):
-        assert kernel_for("auto", key_size=64, bf16=True, packed=False) == kernel
+        assert kernel_for("auto", Situation(device=device_type(), key_size=64, bf16=True, packed=False)) == kernel
         assert device_type().platform == platform
 
 
@@ -90,9 +90,9 @@ def test_a_mesh_is_made_of_the_devices_that_are_given():
 def test_the_capability_of_a_gpu_that_is_not_here(kind):
     """An abstract device does not say it; an unknown GPU has none that is known to be enough."""
     device = AbstractDevice(device_kind=kind, num_cores=1, platform="gpu")
-    found = kernel_for("auto", key_size=64, bf16=True, packed=False, device=device)
+    found = kernel_for("auto", Situation(device=device, key_size=64, bf16=True, packed=False))
     assert found == ("xla" if kind == "NVIDIA GTX" else "cudnn")
-    wide = kernel_for("auto", key_size=192, bf16=True, packed=False, device=device)
+    wide = kernel_for("auto", Situation(device=device, key_size=192, bf16=True, packed=False))
     assert wide == ("cudnn" if "H100" in kind else "xla")
 
 

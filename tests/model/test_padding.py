@@ -67,7 +67,7 @@ def test_padding_changes_no_result(fields, packed, monkeypatch):
     batch = Packed(tokens, np.cumsum(places == 0, 1, dtype=np.int32) - 1, places) if packed else tokens
     plain = computed(batch, **fields)
     lengths = []
-    monkeypatch.setattr(attend, "_kernel_length", lambda *a, **k: lengths.append(a[2]) or 64)
+    monkeypatch.setattr(attend, "_kernel_tokens", lambda *a, **k: lengths.append(a[2]) or 64)
     found = computed(batch, **fields)
     assert set(lengths) == {63}
     for mine, whole in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
@@ -103,7 +103,7 @@ def test_what_is_padded(monkeypatch):
         ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32) if packed else None
 
         def padded(x, ids):
-            found, metadata = attend.padded(config, x, attend.AttentionMetadata(jnp.arange(tokens), segments_BxL=ids))
+            found, metadata = attend.pad_rows(config, x, attend.AttentionMetadata(jnp.arange(tokens), segments_BxL=ids))
             assert metadata.position_L.shape == found.shape[1:2]
             assert not packed or metadata.segments_BxL.shape == found.shape[:2]
             assert metadata.layer.length == (None if found.shape[1] == tokens else tokens)

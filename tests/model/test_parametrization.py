@@ -71,10 +71,10 @@ def test_initial_scales_and_logits():
     assert np.allclose(ours[HIDDEN], np.asarray(theirs[HIDDEN]) / 2)
     assert np.array_equal(ours["embedding.embedding"], theirs["embedding.embedding"])
     assert wide.output_scale == 0.25
-    assert wide.blocks.attention.scores.scale == 16**-0.5  # as many channels a head as at the base width
+    assert wide.blocks.attention.mask.scale == 16**-0.5  # as many channels a head as at the base width
     one_head = ModelConfig(dim=128, n_heads=1, vocab_size=50, parametrization="mup", base_dim=32)
     of_one = nnx.eval_shape(lambda: Transformer(one_head, nnx.Rngs(0)))
-    assert of_one.blocks.attention.scores.scale == 32**0.5 / 128
+    assert of_one.blocks.attention.mask.scale == 32**0.5 / 128
 
 
 def test_a_cache_and_the_absorbed_form_have_the_same_scale():

@@ -23,7 +23,9 @@ from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import build_components
-from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate, spans
+from roxxel_dist.run.estimate.estimate import estimate
+from roxxel_dist.run.estimate.figures import EstimateRequest
+from roxxel_dist.run.estimate.inputs import spans
 from roxxel_dist.run.estimate.target_layouts import LayoutComparison, LayoutCost, compare, ways
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetStep
 from roxxel_dist.train.step.batch_layout import batch_layout

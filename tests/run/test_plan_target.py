@@ -14,7 +14,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.devices.targets import GPUS, TPUS, gpu_config, is_too_large, memory_in, parse_target
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.estimate.estimate import EstimateRequest
+from roxxel_dist.run.estimate.figures import EstimateRequest
 
 TPU_PYTHON = Path(__file__).parents[2] / ".cache" / "tpu" / "bin" / "python"
 CONFIG = """
@@ -210,17 +210,18 @@ def test_a_tpu_slice(work):
 @pytest.mark.timeout(900)
 def test_layouts_of_a_tpu_slice(work):
     """The least roofline is first, all that fit come before all that do not, and the first is a config that trains."""
-    found, _ = plan(work, "--target", "v5e:2x2", "--layouts", "--fsdp_devices", "3", "--tensor_devices", "7")
+    found, _ = plan(work, "--target", "v5e:2x2", "--layouts", "--fsdp", "--fsdp_devices", "3", "--tensor_devices", "7")
     layouts = found["layouts"]
     fields = [layout["fields"] for layout in layouts]
     assert {} in fields
     assert {"fsdp": True} in fields
     assert {"fsdp": True, "tensor_devices": 2} in fields
-    assert not any(each.get("tensor_devices", 1) > 2 for each in fields)  # a head is not divided
     steps = [layout["step"] for layout in layouts]
     rooflines = [step["roofline_seconds"] for step in steps if step["fits"]]
     assert rooflines == sorted(rooflines)
-    assert all(step["flops_ratio"] == pytest.approx(1, abs=0.05) for step in steps)
+    # A head is not divided: 4 devices repeat the work of attention with 2 of them.
+    repeated = [each.get("tensor_devices", 1) > 2 for each in fields]
+    assert [step["flops_ratio"] > 1.05 for step in steps] == repeated
     words = [word for name, value in fields[0].items() for word in (f"--{name}", str(value))]
     of_plan, _ = plan(work, "--target", "v5e:2x2", *words)
     of_best = of_plan["phases"][0]["target"]

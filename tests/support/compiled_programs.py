@@ -9,10 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.devices.traced_flops import flops_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import SamplingInputs, _decode, _prefill
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.run.estimate.target_steps import TargetCompiler, one_device_flops
+from roxxel_dist.run.estimate.target_steps import TargetCompiler
 
 ROWS, PROMPT = 4, 128
 
@@ -43,6 +44,6 @@ def generation(report, target, fields):
     add = graphdef, placed(state), running, numbers(jnp.int32, ROWS), inputs
     programs = {"reading prompts": (_prefill, read), "adding tokens": (_decode, add)}
     return {
-        what: compiler.measure(what, mesh, jitted, args, one_device_flops(mesh, jitted, args))[0]
+        what: compiler.measure(what, mesh, jitted, args, flops_of(jitted, args, mesh))[0]
         for what, (jitted, args) in programs.items()
     }

@@ -14,7 +14,7 @@ from flax import nnx
 
 from roxxel_dist.audit.record import RunRecord
 from roxxel_dist.audit.replay import first_difference
-from roxxel_dist.checkpoint.store import CheckpointStore
+from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.cli import main
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.train import steps
@@ -116,7 +116,7 @@ def audit(capsys, run, *words):
 def truth(run, clean):
     """The first row or checkpoint of a run that is not that of the run without the flip: "step 8", or None."""
     mine, theirs = RunRecord.read(run), RunRecord.read(clean)
-    store = CheckpointStore(clean / "checkpoints", read_only=True)
+    store = CheckpointReader(clean / "checkpoints")
     names = ("train_loss", "val_loss", "grad_norm", "update_norm", "train_eval_loss", "digest")
     try:
         for step in sorted({*mine.rows, *mine.steps}):

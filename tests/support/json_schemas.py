@@ -19,8 +19,8 @@ from roxxel_dist.launcher.control.notify import JobEvent
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.layouts.check import LayoutReport
-from roxxel_dist.run.estimate.estimate import RunEstimate
 from roxxel_dist.run.estimate.failures import FailureEstimate
+from roxxel_dist.run.estimate.figures import RunEstimate
 from roxxel_dist.run.estimate.target_layouts import LayoutComparison
 from roxxel_dist.sweep.report.versus import PairOfRuns
 from roxxel_dist.sweep.samplers.pairs import Comparison as Pairs

@@ -21,7 +21,8 @@ from runs import PHASES, losses, make, saved, told, train
 from roxxel_dist import Checkpointer, Phase
 from roxxel_dist.checkpoint.digests import DigestTable, digest
 from roxxel_dist.checkpoint.metadata import CheckpointRef, ResumeSpec
-from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from roxxel_dist.checkpoint.reader import CheckpointReader, DamagedCheckpoint
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.process.durable import FormatError
 
 SEEDS = 15
@@ -213,7 +214,7 @@ def test_another_process_damages_it_while_it_is_read(tmp_path):
 def test_a_reader_of_another_run_renames_nothing(corpus, finished_run, tmp_path):
     run, step = copy_damaged(finished_run, tmp_path / "other", "flip", 3, newest=2)
     hint = rf"step {LAST} in .* is damaged: .*; the next older complete one is of step {step}: name that"
-    reader = CheckpointStore(run / "checkpoints", read_only=True)
+    reader = CheckpointReader(run / "checkpoints")
     with pytest.raises(DamagedCheckpoint, match=hint):
         reader.check(LAST)
     reader.close()

@@ -8,7 +8,7 @@ import pytest
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
 from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.train.exact.key_moves import KeyMoves
-from roxxel_dist.train.exact.layout import Layout, rows_sharding
+from roxxel_dist.train.exact.layout import ShardLayout, rows_sharding
 from roxxel_dist.train.exact.uneven_key_moves import Part, UnevenKeyMoves, parts_of
 from roxxel_dist.train.step.compile import AotCompiler
 
@@ -29,7 +29,7 @@ class Moves:
 
 def moves_on(devices, rows, per_piece):
     mesh = make_mesh(devices)
-    layout = Layout(SHARDS, rows_sharding(batch_sharding(mesh), SHARDS))
+    layout = ShardLayout(SHARDS, rows_sharding(batch_sharding(mesh), SHARDS))
     cut = RowCut(SHARDS // rows, 2 * per_piece, SIZE)
     compiler = AotCompiler(mesh)
     compiler.prepare("moves", Moves(layout, cut))

@@ -12,7 +12,8 @@ from corpora import write_corpus
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate
+from roxxel_dist.run.estimate.estimate import estimate
+from roxxel_dist.run.estimate.figures import EstimateRequest
 from roxxel_dist.run.evaluate import evaluate
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.step.average import schedule_free_average

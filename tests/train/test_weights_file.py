@@ -17,6 +17,7 @@ from runs import model, stop_after, told, train
 from small_disks import mounted_disk
 
 from roxxel_dist import Phase
+from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.train import exporter as exporter_module
@@ -132,7 +133,7 @@ def test_killed_in_the_midst_of_writing_it_leaves_the_file_before(tmp_path):
     assert unfinished(tmp_path)
     params, step = read_weights(path)
     same(params, {f"w{i}": np.full((500, 1000), float(step + i)) for i in range(20)})
-    store = CheckpointStore(tmp_path / "checkpoints", read_only=True)
+    store = CheckpointStore(tmp_path / "checkpoints", writes_later=True)
     Exporter(tmp_path, store, print, enabled=True).begin(step, None)  # a run whose checkpoints have no loss
     store.close()
     assert names(tmp_path) == []
@@ -230,7 +231,7 @@ def test_a_file_system_that_hangs_holds_up_nothing(tmp_path):
 
 
 def restored(path, step, like):
-    store = CheckpointStore(path / "checkpoints", read_only=True)
+    store = CheckpointReader(path / "checkpoints")
     try:
         return store.restore_params(step, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like))
     finally:

@@ -10,9 +10,10 @@ import pytest
 from corpora import write_corpus
 
 from roxxel_dist import Config, Experiment, Roxxel
-from roxxel_dist.checkpoint.store import CheckpointStore
+from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate
+from roxxel_dist.run.estimate.estimate import estimate
+from roxxel_dist.run.estimate.figures import EstimateRequest
 from roxxel_dist.run.evaluate import evaluate
 from roxxel_dist.weights.export import export_run
 from roxxel_dist.weights.files import read_model
@@ -54,7 +55,7 @@ def rows(run):
 def stored(run, step, kind="params"):
     """Parameters, or their average, as the checkpoint has them."""
     like = {"params": weights_of(run, step=step).params}
-    store = CheckpointStore(run / "checkpoints", read_only=True)
+    store = CheckpointReader(run / "checkpoints")
     try:
         read = store.restore_evaluated if kind == "average" else store.restore_model
         return {

@@ -14,7 +14,8 @@ from reader import ROOT
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate
+from roxxel_dist.run.estimate.estimate import estimate
+from roxxel_dist.run.estimate.figures import EstimateRequest
 from roxxel_dist.settings.effect import without_effect
 from roxxel_dist.sweep.trial.trial import config_of
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.model.attention.kernels import LONGEST_WHOLE
-from roxxel_dist.run.estimate.estimate import PhaseEstimate, RunEstimate
+from roxxel_dist.run.estimate.figures import PhaseEstimate, RunEstimate
 from roxxel_dist.run.estimate.step_costs import largest
 from roxxel_dist.run.estimate.target_layouts import LayoutComparison
 from roxxel_dist.utils.display import aligned, duration, size

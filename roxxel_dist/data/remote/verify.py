@@ -14,13 +14,13 @@ from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionErro
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.progress_bars import ProgressBars
 
 PIECE_BYTES = 1 << 24
 REQUEST_BYTES = 1 << 20
 
 
-def verify_objects(url: str, progress: Progress, config: RemoteConfig | None = None) -> tuple[list[str], str]:
+def verify_objects(url: str, progress: ProgressBars, config: RemoteConfig | None = None) -> tuple[list[str], str]:
     """(a line for each damaged shard, a summary line) for the shards at an address.
 
     Raises:

@@ -9,28 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from roxxel_dist.cluster.mesh import device_type, row_shards, token_shards
-from roxxel_dist.model.attention.cudnn import blocks_of, cudnn_attention
 from roxxel_dist.model.attention.cut_rows import cut_attention
+from roxxel_dist.model.attention.dense import dense_attention
 from roxxel_dist.model.attention.kernels import (
-    LANES,
-    LONGEST_WHOLE,
-    PLAIN,
-    Kernel,
-    Labels,
-    Scores,
-    blocked_attention,
+    KERNELS,
+    Situation,
     broken_rule,
-    capped_attention,
-    jax_attention,
     kernel_for,
-    key_size,
     native_kernel,
-    pad_labels,
-    pad_tokens,
-    splash_attention,
-    whole_mask,
 )
 from roxxel_dist.model.attention.kv_cache import AttentionMetadata
+from roxxel_dist.model.attention.mask import KernelName, Mask, key_size, pad_tokens
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.process.exit_codes import UserError
 
@@ -82,8 +71,8 @@ def attention(
         segments = jnp.asarray(segments, jnp.int32)
     if positions is not None:
         positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (rows, length))
-    scores = PLAIN if scale is None else Scores(float(scale))
-    return _attend(q, k, v, Labels(segments, positions), window, scores, "auto")
+    mask = Mask(window=window, scale=0.0 if scale is None else float(scale), segments=segments, positions=positions)
+    return attend(q, k, v, mask)
 
 
 def _check(q: Any, k: Any, v: Any, window: Any, segments: Any, positions: Any, scale: Any) -> None:
@@ -130,9 +119,7 @@ def attend(
     q_BxLxHxK: jax.Array,
     k_BxSxGxK: jax.Array,
     v_BxSxGxV: jax.Array,
-    metadata: AttentionMetadata,
-    window: int | None,
-    scores: Scores = PLAIN,
+    mask: Mask,
     kernel: AttentionKernel = "auto",
 ) -> jax.Array:
     """softmax(q k scale) v for each head over the keys that each token attends to: [B, L, H, V].
@@ -141,113 +128,69 @@ def attend(
         q_BxLxHxK: queries; groups of H / G share a key.
         k_BxSxGxK: keys.
         v_BxSxGxV: values; V <= K.
-        metadata: of the tokens. With a mask, as a cache has, XLA computes all scores at once, whatever the kernel.
-        window: how many tokens a token attends to, itself included; None for all before it.
-        scores: of queries and keys.
+        mask: of the tokens. With `pairs`, as a cache has, XLA computes all scores at once, whatever the kernel.
         kernel: see `kernel_for`.
 
     Raises:
         ValueError: the kernel cannot run here.
     """
-    if metadata.mask_Bx1xLxS is not None:
-        causal = metadata.slot_BxL is None  # with a cache, the mask includes causality
-        return _whole(
-            q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window if causal else None, scores, causal, metadata.mask_Bx1xLxS
-        )
-    return _attend(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, Labels(metadata.segments_BxL), window, scores, kernel)
+    if mask.pairs is not None:
+        return dense_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, mask)
+    rows, length, _, size = q_BxLxHxK.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    situation = Situation(
+        device=device_type(mesh),
+        key_size=max(size, v_BxSxGxV.shape[-1]),
+        bf16=q_BxLxHxK.dtype == jnp.bfloat16,
+        packed=mask.segments is not None,
+        capped=mask.cap is not None,
+        whole_rows=True,
+    )
+    if 1 < token_shards(mesh) <= length:
+        native = native_kernel(situation.device)
+        fits = kernel in ("auto", native) and not broken_rule(native, situation)
+        return cut_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, mask.scaled(size), native if fits else "xla")
+    chosen: KernelName = "xla"
+    if mask.positions is None:  # the other kernels know places alone
+        chosen = kernel_for(kernel, _of_rows(situation, rows, mesh))
+    return KERNELS[chosen].compute(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, mask)
 
 
-def padded(config: ModelConfig, x_BxLxD: jax.Array, metadata: AttentionMetadata) -> tuple[jax.Array, AttentionMetadata]:
+def _of_rows(situation: Situation, rows: int, mesh: Any) -> Situation:
+    """The same for so many rows that are not cut."""
+    return dataclasses.replace(situation, whole_rows=mesh.empty or rows % row_shards(mesh) == 0)
+
+
+def pad_rows(
+    config: ModelConfig, x_BxLxD: jax.Array, metadata: AttentionMetadata
+) -> tuple[jax.Array, AttentionMetadata]:
     """The input of the first block with padding behind its rows, where the kernel would else pad them in each layer.
 
     No token sees what is behind it. Much padding would cost more in the products of the layers.
     """
     rows, length = x_BxLxD.shape[:2]
     packed = metadata.segments_BxL is not None
-    tokens = _kernel_length(config, rows, length, x_BxLxD.dtype, packed=packed)
+    tokens = _kernel_tokens(config, rows, length, x_BxLxD.dtype, packed=packed)
     if not length < tokens <= MOST_PADDING * length or (config.use_lora and config.lora_dropout):
         return x_BxLxD, metadata
     position = metadata.position_L
     return pad_tokens(x_BxLxD, tokens), metadata._replace(
         position_L=jnp.pad(position, [*[(0, 0)] * (position.ndim - 1), (0, tokens - length)]),
-        segments_BxL=pad_labels(Labels(metadata.segments_BxL), tokens).segments,
+        segments_BxL=Mask(segments=metadata.segments_BxL).pad(tokens).segments,
         layer=dataclasses.replace(metadata.layer, length=length),
     )
 
 
-def _kernel_length(config: ModelConfig, rows: int, length: int, dtype: Any, *, packed: bool) -> int:
+def _kernel_tokens(config: ModelConfig, rows: int, length: int, dtype: Any, *, packed: bool) -> int:
     """Tokens that the kernel computes for whole rows of `length`."""
-    if token_shards(jax.sharding.get_abstract_mesh()) > 1:
-        return length
-    bf16, capped = dtype == jnp.bfloat16, config.attn_softcap is not None
-    match _of_whole_rows(config.attention, rows, key_size(config), bf16=bf16, packed=packed, capped=capped):
-        case "cudnn":
-            return math.prod(blocks_of(length, packed=packed))
-        case "splash":
-            return -(-length // LANES) * LANES
-        case "xla":
-            return length
-
-
-def _of_whole_rows(
-    kernel: AttentionKernel, rows: int, key_size: int, *, bf16: bool, packed: bool, capped: bool
-) -> Kernel:
-    """The kernel for rows that are not cut."""
     mesh = jax.sharding.get_abstract_mesh()
-    return kernel_for(
-        kernel,
-        key_size=key_size,
-        bf16=bf16,
-        packed=packed,
-        capped=capped,
-        whole_rows=mesh.empty or rows % row_shards(mesh) == 0,
+    if token_shards(mesh) > 1:
+        return length
+    situation = Situation(
         device=device_type(mesh),
+        key_size=key_size(config),
+        bf16=dtype == jnp.bfloat16,
+        packed=packed,
+        capped=config.attn_softcap is not None,
     )
-
-
-def _whole(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    window: int | None,
-    scores: Scores,
-    causal: bool,
-    mask: jax.Array | None,
-) -> jax.Array:
-    """Attention by XLA with all scores at once."""
-    if scores.cap is not None:
-        return capped_attention(q, k, v, window, scores, causal, mask)
-    return jax_attention(q, k, v, window, scores.scale or None, causal, mask)
-
-
-def _attend(
-    q_BxLxHxK: jax.Array,
-    k_BxLxGxK: jax.Array,
-    v_BxLxGxV: jax.Array,
-    labels: Labels,
-    window: int | None,
-    scores: Scores,
-    kernel: AttentionKernel,
-) -> jax.Array:
-    """`attend` among the tokens that are being read."""
-    rows, length, _, size = q_BxLxHxK.shape
-    mesh, widest = jax.sharding.get_abstract_mesh(), max(size, v_BxLxGxV.shape[-1])
-    bf16, packed, capped = q_BxLxHxK.dtype == jnp.bfloat16, labels.segments is not None, scores.cap is not None
-    if 1 < token_shards(mesh) <= length:
-        device = device_type(mesh)
-        native = native_kernel(device)
-        fits = kernel in ("auto", native) and not broken_rule(native, device, widest, bf16, packed, True, capped)
-        chosen: Kernel = native if fits else "xla"
-        return cut_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels, window, scores.scaled(size), chosen)
-    chosen = "xla"
-    if labels.positions is None:  # the other kernels know places alone
-        chosen = _of_whole_rows(kernel, rows, widest, bf16=bf16, packed=packed, capped=capped)
-    if chosen == "cudnn":
-        return cudnn_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels.segments, window, scores.scaled(size))
-    if chosen == "xla" and length <= LONGEST_WHOLE:
-        by_place, mask = labels.positions is None, whole_mask(labels, window)
-        return _whole(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, window if by_place else None, scores, by_place, mask)
-    scores = scores.scaled(size)
-    if chosen == "splash":
-        return splash_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels.segments, window, scores)
-    return blocked_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels, window, scores)
+    return KERNELS[kernel_for(config.attention, _of_rows(situation, rows, mesh))].row_tokens(length, packed)

@@ -6,7 +6,6 @@ than `LONGEST_BIAS` tokens are computed in pairs of blocks, and pairs whose quer
 pairs of a block of queries give is merged by its log-sums, as in ring attention (Liu et al., 2023). Decision 11.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,20 +13,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from roxxel_dist.cluster import jax_private
-from roxxel_dist.model.attention.kernels import (
-    LANES,
-    LARGEST_BLOCK,
-    LONGEST_BIAS,
-    RESIDUALS,
-    Blocks,
-    Labels,
-    Scores,
-    on_own_rows,
-    over_keys,
-    pad_labels,
-    pad_tokens,
-)
+from roxxel_dist.model.attention.blocked import Blocks, over_keys
+from roxxel_dist.model.attention.mask import LANES, RESIDUALS, Mask, on_own_rows, pad_tokens
 
+LONGEST_BIAS = 2048
+"""Tokens of a row of documents, up to which cuDNN has one bias of it: an array that is added to its scores."""
+LARGEST_BLOCK = 1024
+"""Tokens of a block of a longer one, at most."""
 UNSEEN = -(2.0**41)
 """The bias of a pair that is masked: cuDNN is wrong in the difference of two numbers that are much further below 0."""
 
@@ -36,35 +28,33 @@ def cudnn_attention(
     q_BxLxHxK: jax.Array,
     k_BxLxGxK: jax.Array,
     v_BxLxGxV: jax.Array,
-    segments_BxL: jax.Array | None,
-    window: int | None,
-    scores: Scores,
+    mask: Mask,
 ) -> jax.Array:
-    """Causal attention, [B, L, H, V], each device on its own rows and heads. `scores`: with a scale, without a cap.
+    """Causal attention, [B, L, H, V], each device on its own rows and heads. `mask`: without a cap.
 
     Arguments are bfloat16, of any length: tokens that are put behind the last are seen by none of the others.
     """
+    assert mask.cap is None, "the rules of `KERNELS` leave it to XLA"
+    assert mask.by_place, "likewise"
     length, values = q_BxLxHxK.shape[1], v_BxLxGxV.shape[-1]
-    count, size = blocks_of(length, packed=segments_BxL is not None)
+    count, size = blocks_of(length, packed=mask.segments is not None)
     q, k, v = (pad_tokens(x, count * size) for x in with_equal_widths(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV))
-    segments = pad_labels(Labels(segments_BxL), count * size).segments
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> Any:
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Any:
         if count == 1:
-            return _whole(q, k, v, segments, window, scores.scale)
+            return _whole(q, k, v, mask)
 
         def blocks(x: jax.Array) -> jax.Array:
             return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
 
-        labels = Labels(None if segments is None else blocks(segments))
-        at = Blocks.between(jnp.arange(count), size, window, labels, labels)
-        out: Any = _in_pairs(blocks(q), blocks(k), blocks(v), at, window, scores.scale)
+        each = mask.labels(blocks)
+        out: Any = _in_pairs(blocks(q), blocks(k), blocks(v), Blocks.between(jnp.arange(count), size, each, each))
         return jnp.moveaxis(out, 0, 1).reshape(q.shape)
 
-    return on_own_rows(local, q, k, v, segments)[:, :length, :, :values]
+    return on_own_rows(local, q, k, v, mask.scaled(q_BxLxHxK.shape[-1]).pad(count * size))[:, :length, :, :values]
 
 
-def blocks_of(length: int, *, packed: bool) -> tuple[int, int]:
+def blocks_of(length: int, packed: bool) -> tuple[int, int]:
     """(blocks of a row, their tokens), with as little padding as they need: an even number without documents.
 
     With a bias they are a multiple of `LANES`: for other lengths the backward pass of cuDNN 9 gives NaN on Hopper where
@@ -82,16 +72,15 @@ def with_equal_widths(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Arr
     return tuple(jnp.pad(x, [(0, 0)] * 3 + [(0, widest - x.shape[-1])]) for x in (q, k, v))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _whole(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None, scale: float
-) -> jax.Array:
+@jax.custom_vjp
+def _whole(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
     """Attention of whole rows, [B, L, H, K]."""
-    return _whole_forward(q, k, v, segments, window, scale)[0]
+    return _whole_forward(q, k, v, mask)[0]
 
 
-def _whole_mask(segments: jax.Array | None, window: int | None) -> tuple[jax.Array | None, int | None]:
+def _whole_mask(mask: Mask) -> tuple[jax.Array | None, int | None]:
     """(the bias, the window of the kernel): with documents the bias has the window too."""
+    segments, window = mask.segments, mask.window
     if segments is None:
         return None, window
     seen = segments[:, :, None] == segments[:, None]
@@ -106,19 +95,17 @@ def _bias(seen: jax.Array) -> jax.Array:
     return jnp.where(seen, 0, UNSEEN).astype(jnp.bfloat16)[:, None]
 
 
-def _whole_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None, scale: float
-) -> tuple[jax.Array, Any]:
-    bias, window = _whole_mask(segments, window)
-    found = jax_private.cudnn_attention(q, k, v, bias, scale=scale, causal=True, window=window)
+def _whole_forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> tuple[jax.Array, Any]:
+    bias, window = _whole_mask(mask)
+    found = jax_private.cudnn_attention(q, k, v, bias, scale=mask.scale, causal=True, window=window)
     out, log_sums = checkpoint_name(found, RESIDUALS)
-    return out, (q, k, v, segments, out, log_sums)
+    return out, (q, k, v, mask, out, log_sums)
 
 
-def _whole_backward(window: int | None, scale: float, kept: Any, d_out: jax.Array) -> Any:
-    q, k, v, segments, out, log_sums = kept
-    bias, window = _whole_mask(segments, window)
-    options = {"scale": scale, "causal": True, "window": window}
+def _whole_backward(kept: Any, d_out: jax.Array) -> Any:
+    q, k, v, mask, out, log_sums = kept
+    bias, window = _whole_mask(mask)
+    options = {"scale": mask.scale, "causal": True, "window": window}
     return *jax_private.cudnn_attention_gradients(q, k, v, bias, out, log_sums, d_out, **options), None
 
 
@@ -128,9 +115,9 @@ _whole.defvjp(_whole_forward, _whole_backward)
 # Below, shapes are of N blocks of C queries, [N, B, C, H, K], and of M blocks of C keys, [M, B, C, G, K].
 
 
-def _pair_bias(at: Blocks, i: Any, j: Any, size: int, window: int | None) -> jax.Array | None:
+def _pair_bias(at: Blocks, i: Any, j: Any, size: int) -> jax.Array | None:
     """The bias of queries of block i and keys of block j; None if the queries see all of them, or causality is all."""
-    seen, (of_q, of_k) = None, (at.q_labels.segments, at.k_labels.segments)
+    seen, window, of_q, of_k = None, at.of_q.window, at.of_q.segments, at.of_k.segments
     if of_q is not None and of_k is not None:
         seen = of_q[i][:, :, None] == of_k[j][:, None]
     if window is not None:
@@ -140,9 +127,7 @@ def _pair_bias(at: Blocks, i: Any, j: Any, size: int, window: int | None) -> jax
     return None if seen is None else _bias(seen)
 
 
-def pairs_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, of_row: int, window: int | None, scores: Scores
-) -> tuple[jax.Array, jax.Array]:
+def pairs_forward(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, of_row: int) -> tuple[jax.Array, jax.Array]:
     """`blocked_forward` by cuDNN: the output [N, B, C, H, K], and the log-sums, float32[N, B, H, C].
 
     Each query sees a key of its own block, so a block of which it sees none weighs nothing beside that.
@@ -150,8 +135,8 @@ def pairs_forward(
     size = q.shape[2]
 
     def pair(i: Any, j: Any, *, causal: bool) -> tuple[jax.Array, jax.Array]:
-        bias = _pair_bias(at, i, j, size, window)
-        return jax_private.cudnn_attention(q[i], k[j], v[j], bias, scale=scores.scale, causal=causal, window=None)
+        bias = _pair_bias(at, i, j, size)
+        return jax_private.cudnn_attention(q[i], k[j], v[j], bias, scale=at.of_q.scale, causal=causal, window=None)
 
     def queries(_: None, i: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         def keys(j: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -163,7 +148,7 @@ def pairs_forward(
 
         mixed, log_sums = pair(i, at.number[i], causal=True)
         start = mixed.astype(jnp.float32), log_sums
-        mixed, log_sums = over_keys(i, at, size, of_row, window, keys, start, but_own=True)
+        mixed, log_sums = over_keys(i, at, size, of_row, keys, start, but_own=True)
         return None, (mixed.astype(v.dtype), log_sums)
 
     return jax.lax.scan(queries, None, jnp.arange(q.shape[0]))[1]
@@ -178,16 +163,14 @@ def pairs_backward(
     log_sums: jax.Array,
     d_out: jax.Array,
     of_row: int,
-    window: int | None,
-    scores: Scores,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`blocked_backward` by cuDNN: of a pair with the log-sums of all keys, a kernel gives the pair's gradients."""
     size = q.shape[2]
 
     def queries(d_keys: Any, i: jax.Array) -> tuple[Any, jax.Array]:
         def pair(j: Any, carry: Any, *, causal: bool = False) -> Any:
-            bias = _pair_bias(at, i, j, size, window)
-            options = {"scale": scores.scale, "causal": causal, "window": None}
+            bias = _pair_bias(at, i, j, size)
+            options = {"scale": at.of_q.scale, "causal": causal, "window": None}
             more = jax_private.cudnn_attention_gradients(
                 q[i], k[j], v[j], bias, out[i], log_sums[i], d_out[i], **options
             )
@@ -195,28 +178,26 @@ def pairs_backward(
             return d_q + more[0], d_k.at[j].add(more[1]), d_v.at[j].add(more[2])
 
         start = pair(at.number[i], (jnp.zeros(q.shape[1:]), *d_keys), causal=True)
-        d_q, *d_keys = over_keys(i, at, size, of_row, window, pair, start, but_own=True)
+        d_q, *d_keys = over_keys(i, at, size, of_row, pair, start, but_own=True)
         return tuple(d_keys), d_q.astype(q.dtype)
 
     (d_k, d_v), d_q = jax.lax.scan(queries, (jnp.zeros(k.shape), jnp.zeros(v.shape)), jnp.arange(q.shape[0]))
     return d_q, d_k, d_v
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _in_pairs(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scale: float) -> jax.Array:
-    return _in_pairs_forward(q, k, v, at, window, scale)[0]
+@jax.custom_vjp
+def _in_pairs(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks) -> jax.Array:
+    return _in_pairs_forward(q, k, v, at)[0]
 
 
-def _in_pairs_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scale: float
-) -> tuple[jax.Array, Any]:
-    out, log_sums = checkpoint_name(pairs_forward(q, k, v, at, k.shape[0], window, Scores(scale)), RESIDUALS)
+def _in_pairs_forward(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks) -> tuple[jax.Array, Any]:
+    out, log_sums = checkpoint_name(pairs_forward(q, k, v, at, k.shape[0]), RESIDUALS)
     return out, (q, k, v, at, out, log_sums)
 
 
-def _in_pairs_backward(window: int | None, scale: float, kept: Any, d_out: jax.Array) -> Any:
+def _in_pairs_backward(kept: Any, d_out: jax.Array) -> Any:
     q, k, v, at, out, log_sums = kept
-    d_q, d_k, d_v = pairs_backward(q, k, v, at, out, log_sums, d_out, k.shape[0], window, Scores(scale))
+    d_q, d_k, d_v = pairs_backward(q, k, v, at, out, log_sums, d_out, k.shape[0])
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 

@@ -13,6 +13,7 @@ cuDNN and splash attention compute what they can: without positions, and where b
 padding.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,22 +27,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import TENSOR, TOKENS, row_axes, row_shards, token_shards
-from roxxel_dist.model.attention.cudnn import pairs_backward, pairs_forward, with_equal_widths
-from roxxel_dist.model.attention.kernels import (
-    LANES,
-    LARGEST_BLOCK,
-    RESIDUALS,
-    Blocks,
-    Kernel,
-    Labels,
-    Scores,
-    block_of,
-    blocked_backward,
-    blocked_forward,
-    pad_labels,
-    pad_tokens,
-    splash_block,
-)
+from roxxel_dist.model.attention.blocked import Blocks, block_of, blocked_backward, blocked_forward
+from roxxel_dist.model.attention.cudnn import LARGEST_BLOCK, pairs_backward, pairs_forward, with_equal_widths
+from roxxel_dist.model.attention.mask import LANES, RESIDUALS, KernelName, Mask, pad_tokens
+from roxxel_dist.model.attention.splash import splash_block, splash_kernel
 
 NOWHERE = -(1 << 31)
 """The segment of what a device without tokens before its own has in their place."""
@@ -211,19 +200,19 @@ class RowCut:
         """The inverse of `split_rows`."""
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
-    def blocks_here(self, labels: Labels, window: int | None) -> Blocks:
-        """Which keys, of those that `gather` gives, each block of this device's queries attends to."""
+    def device_blocks(self, mask: Mask) -> Blocks:
+        """Which keys, of those that `gather` gives, each block of this device's queries attends to; `mask`: of rows."""
         device = jax.lax.axis_index(TOKENS)
-        every = jax.tree.map(lambda x: self.split(x[..., None])[..., 0], labels)
+        every = mask.labels(lambda x: self.split(x[..., None])[..., 0])
         if self.halo is None:
             number = self.numbers(device)
-            return Blocks.between(number, self.size, window, jax.tree.map(lambda x: x[number], every), every)
+            return Blocks.between(number, self.size, every.labels(lambda x: x[number]), every)
         halo, number = self.halo, self.halo + jnp.arange(self.blocks)
         start = device * self.blocks  # of the row
-        of_q = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, self.blocks), every)
-        every = jax.tree.map(lambda x: jnp.pad(x, [(halo, 0), (0, 0), (0, 0)], constant_values=NOWHERE), every)
-        of_k = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, halo + self.blocks), every)
-        at = Blocks.between(number, self.size, window, of_q, of_k)
+        of_q = every.labels(lambda x: jax.lax.dynamic_slice_in_dim(x, start, self.blocks))
+        every = every.labels(lambda x: jnp.pad(x, [(halo, 0), (0, 0), (0, 0)], constant_values=NOWHERE))
+        of_k = every.labels(lambda x: jax.lax.dynamic_slice_in_dim(x, start, halo + self.blocks))
+        at = Blocks.between(number, self.size, of_q, of_k)
         return at._replace(first=jnp.maximum(at.first, halo - start))
 
     @property
@@ -242,10 +231,8 @@ def cut_attention(
     q_BxLxHxK: jax.Array,
     k_BxLxGxK: jax.Array,
     v_BxLxGxV: jax.Array,
-    labels: Labels,
-    window: int | None,
-    scores: Scores,
-    kernel: Kernel = "xla",
+    mask: Mask,
+    kernel: KernelName = "xla",
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -258,29 +245,30 @@ def cut_attention(
     mesh = jax.sharding.get_abstract_mesh()
     batch, length, heads, _ = q_BxLxHxK.shape
     groups, together, devices = k_BxLxGxK.shape[2], mesh.shape.get(TENSOR, 1), token_shards(mesh)
+    window = mask.window
     rows = row_axes(mesh) if TOKENS not in row_axes(mesh) and batch % row_shards(mesh) == 0 else None
     shared = TENSOR if together > 1 and groups % together == 0 else None
     if kernel == "cudnn":
-        cut = RowCut.of_pairs(devices, length, window, packed=labels.segments is not None)
+        cut = RowCut.of_pairs(devices, length, window, packed=mask.segments is not None)
     else:
         cut = RowCut.of_lanes(devices, length, window)
-    if labels.positions is not None or cut.tokens > MOST_PADDING * length:
+    if mask.positions is not None or cut.tokens > MOST_PADDING * length:
         kernel = "xla"
     if kernel == "xla":
-        cut = RowCut.of_length(devices, length, window, by_place=labels.positions is None)
+        cut = RowCut.of_length(devices, length, window, by_place=mask.positions is None)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, _: Any) -> jax.Array:
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _: Any) -> jax.Array:
         if kernel == "cudnn":
-            mixed: Any = _local(*with_equal_widths(q, k, v), labels, cut, window, scores, PAIRS)
+            mixed: Any = _local(*with_equal_widths(q, k, v), mask, cut, PAIRS)
         else:
             grouped = q.reshape(*q.shape[:2], k.shape[2], heads // groups, q.shape[-1])
-            mixed = _local(grouped, k, v, labels, cut, window, scores, BLOCKED)
+            mixed = _local(grouped, k, v, mask, cut, BLOCKED)
         return mixed.reshape(*q.shape[:3], -1)[..., : v.shape[-1]]
 
     program, local_program, of_program = None, local, None
     if kernel == "splash":
-        program = splash_program(cut, heads // (together if shared else 1), window, scores.cap, interpret=interpret)
-        local_program = partial(_local_splash, cut=cut, window=window, scale=scores.scale)
+        program = splash_program(cut, heads // (together if shared else 1), mask, interpret=interpret)
+        local_program = partial(_local_splash, cut=cut)
         # Its tables say which blocks each device computes; with a halo they are the same for all.
         tables = P(None, None if cut.halo is not None else TOKENS)
         of_program = program.manual_sharding_spec(NamedSharding(mesh, tables))
@@ -288,59 +276,44 @@ def cut_attention(
     spec = P(rows, TOKENS, shared, None)
     out: Any = jax.shard_map(
         local_program, in_specs=(spec, spec, spec, P(rows, None), of_program), out_specs=spec, check_vma=False
-    )(q, k, v, pad_labels(labels, cut.tokens), program)
+    )(q, k, v, mask.pad(cut.tokens), program)
     return out[:, :length]
 
 
-def splash_program(cut: RowCut, heads: int, window: int | None, cap: float | None = None, *, interpret: bool) -> Any:
+def splash_program(cut: RowCut, heads: int, mask: Mask, *, interpret: bool) -> Any:
     """Splash attention of each device's queries among the keys that it gathers, with a table of the blocks it needs."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    here, halo = cut.blocks * cut.size, (cut.halo or 0) * cut.size
-    shape = (here, halo + here) if cut.halo is not None else (cut.tokens, cut.tokens)
-    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), halo)
+    queries, halo, window = cut.blocks * cut.size, (cut.halo or 0) * cut.size, mask.window
+    shape = (queries, halo + queries) if cut.halo is not None else (cut.tokens, cut.tokens)
+    near = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), halo)
     if cut.halo is None:
-        mask.q_sequence = cut.queries
-    size = cut.size
-    sizes = splash.BlockSizes(
-        block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size
-    )
-    return splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * heads),
-        block_sizes=sizes,
-        head_shards=1,
-        q_seq_shards=cut.parts if cut.halo is None else 1,
-        attn_logits_soft_cap=cap,
-        residual_checkpoint_name=RESIDUALS,
-        interpret=interpret,
-    )
+        near.q_sequence = cut.queries
+    devices = cut.parts if cut.halo is None else 1
+    return splash_kernel(near, heads, cut.size, mask.cap, devices, interpret=interpret)
 
 
 def _local_splash(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    labels: Labels,
+    mask: Mask,
     program: Any,
     *,
     cut: RowCut,
-    window: int | None,
-    scale: float,
 ) -> jax.Array:
     """`_local`, for queries [B, tokens, H, K], by splash attention."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    segments = labels.segments
-    if segments is None and cut.halo is not None:  # the first devices have no tokens before their own
-        segments = jnp.zeros((q.shape[0], cut.tokens), jnp.int32)
+    if mask.segments is None and cut.halo is not None:  # the first devices have no tokens before their own
+        mask = dataclasses.replace(mask, segments=jnp.zeros((q.shape[0], cut.tokens), jnp.int32))
 
     def mixed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        at = cut.blocks_here(Labels(segments), window)
-        ids = None
-        if at.q_labels.segments is not None and at.k_labels.segments is not None:
-            of_q, of_k = (cut.join(each[..., None])[..., 0] for each in (at.q_labels.segments, at.k_labels.segments))
+        at, ids = cut.device_blocks(mask), None
+        if at.of_q.segments is not None and at.of_k.segments is not None:
+            of_q, of_k = (cut.join(each[..., None])[..., 0] for each in (at.of_q.segments, at.of_k.segments))
             ids = splash.SegmentIds(of_q, of_k)
-        of_heads = (x.swapaxes(1, 2) for x in (cut.order(q * scale), cut.gather(k), cut.gather(v)))
+        of_heads = (x.swapaxes(1, 2) for x in (cut.order(q * mask.scale), cut.gather(k), cut.gather(v)))
         out: Any = jax.vmap(program)(*of_heads, ids)
         return cut.restore(out.swapaxes(1, 2))
 
@@ -366,47 +339,29 @@ PAIRS = Form(RowCut.split_rows, RowCut.join_rows, pairs_forward, pairs_backward)
 """By cuDNN: queries [B, tokens, H, K], as many channels as values."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _local(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    labels: Labels,
-    cut: RowCut,
-    window: int | None,
-    scores: Scores,
-    form: Form,
-) -> jax.Array:
-    """A device's part of `cut_attention`: queries as `form` has them, keys [B, tokens, G, K], all labels."""
-    return _forward(q, k, v, labels, cut, window, scores, form)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, cut: RowCut, form: Form) -> jax.Array:
+    """A device's part of `cut_attention`: queries as `form` has them, keys [B, tokens, G, K], the mask of rows."""
+    return _forward(q, k, v, mask, cut, form)[0]
 
 
-def _forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    labels: Labels,
-    cut: RowCut,
-    window: int | None,
-    scores: Scores,
-    form: Form,
-) -> tuple[jax.Array, Any]:
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, cut: RowCut, form: Form) -> tuple[jax.Array, Any]:
     q = form.split(cut, cut.order(q))
     keys, values = (cut.gather(form.split(cut, x), in_blocks=True) for x in (k, v))
-    at = cut.blocks_here(labels, window)
-    out, log_sums = checkpoint_name(form.forward(q, keys, values, at, cut.row_blocks, window, scores), RESIDUALS)
-    return cut.restore(form.join(cut, out)), (q, k, v, labels, out, log_sums)
+    at = cut.device_blocks(mask)
+    out, log_sums = checkpoint_name(form.forward(q, keys, values, at, cut.row_blocks), RESIDUALS)
+    return cut.restore(form.join(cut, out)), (q, k, v, mask, out, log_sums)
 
 
-def _backward(cut: RowCut, window: int | None, scores: Scores, form: Form, kept: Any, d_out: jax.Array) -> Any:
-    q, k, v, labels, out, log_sums = kept
+def _backward(cut: RowCut, form: Form, kept: Any, d_out: jax.Array) -> Any:
+    q, k, v, mask, out, log_sums = kept
     # Gathered again, not kept since the forward pass: XLA would take it for the same computation, and drops an
     # optimization barrier on some devices. So keys are those of this gradient: NaN where it is, as theirs would be.
     first = d_out.reshape(-1)[0]
     k, v = (jnp.where(jnp.isnan(first), first.astype(x.dtype), x) for x in (k, v))
     keys, values = (cut.gather(form.split(cut, x), in_blocks=True) for x in (k, v))
-    d_out, at = form.split(cut, cut.order(d_out)), cut.blocks_here(labels, window)
-    d_q, d_k, d_v = form.backward(q, keys, values, at, out, log_sums, d_out, cut.row_blocks, window, scores)
+    d_out, at = form.split(cut, cut.order(d_out)), cut.device_blocks(mask)
+    d_q, d_k, d_v = form.backward(q, keys, values, at, out, log_sums, d_out, cut.row_blocks)
     own = (form.join(cut, cut.scatter(x)).astype(like.dtype) for x, like in ((d_k, k), (d_v, v)))
     return cut.restore(form.join(cut, d_q)), *own, None
 

@@ -13,8 +13,8 @@ from flax import nnx
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.step_parts import ATTENTION
 from roxxel_dist.model.attention.attend import attend
-from roxxel_dist.model.attention.kernels import Scores, scores_of
 from roxxel_dist.model.attention.kv_cache import FIRST, AttentionMetadata, Layer, LayerCache, update
+from roxxel_dist.model.attention.mask import Mask, mask_of
 from roxxel_dist.model.config import AttentionKernel, ModelConfig, QKNorm
 from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
 from roxxel_dist.model.lora import linear
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         self.kinds: tuple[LayerKind, ...] = layer_kinds(config)
         self.cache_window: int | None = config.widest_window
         self.kernel: AttentionKernel = config.attention
-        self.scores: Scores = scores_of(config)
+        self.mask: Mask = mask_of(config)
         self.qk_norm: QKNorm = config.qk_norm
 
         out = (groups, n_heads // groups + 2, size)
@@ -92,9 +92,7 @@ class Attention(nnx.Module):
         if cache is not None and metadata.slot_BxL is not None:
             seen, cache = update(cache, (k, v), metadata.slot_BxL, self.cache_window)
             k, v = (k, v) if metadata.mask_Bx1xLxS is None else seen
-        if window is not None and metadata.local_mask_Bx1xLxS is not None:
-            metadata = metadata._replace(mask_Bx1xLxS=metadata.local_mask_Bx1xLxS)
-        return self.finish(attend(q, k, v, metadata, window, self.scores, self.kernel), x_BxLxD), cache
+        return self.finish(attend(q, k, v, metadata.mask(self.mask, window), self.kernel), x_BxLxD), cache
 
     def _kind(self, layer: Layer) -> "LayerKind":
         return self.kinds[layer.number % len(self.kinds)]

@@ -6,11 +6,13 @@ just left the window.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from roxxel_dist.model.attention.mask import Mask
 
 LayerCache = tuple[jax.Array, ...]
 """The cached values of each token: arrays [B, slots, ...] of a cache, or [B, L, ...] of new tokens."""
@@ -67,6 +69,15 @@ class AttentionMetadata(NamedTuple):
     """The complete mask of layers with a window, where other layers have none."""
     layer: Layer = FIRST
     """The layer that attends."""
+
+    def mask(self, rule: Mask, window: int | None) -> Mask:
+        """Which keys the tokens attend to in a layer with such a window; `rule`: how all layers score."""
+        pairs = self.mask_Bx1xLxS
+        if pairs is not None and window is not None and self.local_mask_Bx1xLxS is not None:
+            pairs = self.local_mask_Bx1xLxS
+        causal = pairs is None or self.slot_BxL is None  # with a cache, the pairs include causality
+        segments = self.segments_BxL if pairs is None else None
+        return replace(rule, window=window, causal=causal, segments=segments, pairs=pairs)
 
 
 def empty_cache(batch: int, slots: int, shapes: Sequence[Sequence[tuple[int, ...]]], dtype: Any) -> Cache:

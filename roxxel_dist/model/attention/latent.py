@@ -8,8 +8,8 @@ from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.step_parts import ATTENTION
 from roxxel_dist.model.attention.attend import attend
 from roxxel_dist.model.attention.grouped_query import Gate, out_projection
-from roxxel_dist.model.attention.kernels import Scores, scores_of
 from roxxel_dist.model.attention.kv_cache import AttentionMetadata, LayerCache, update
+from roxxel_dist.model.attention.mask import Mask, mask_of
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
 from roxxel_dist.model.lora import kernel_of
@@ -33,7 +33,7 @@ class LatentAttention(nnx.Module):
         self.head_size: int = size
         self.window: int | None = config.window
         self.kernel: AttentionKernel = config.attention
-        self.scores: Scores = scores_of(config)
+        self.mask: Mask = mask_of(config)
         self.absorbed: bool = config.inference
         self.latent_size: int = config.down_dim_kv
         self.rotary: Rotary | None = rotary_of(config)
@@ -69,7 +69,7 @@ class LatentAttention(nnx.Module):
             mixed_BxLxHxK = self._among_latents(q_BxLxHxQ, latent_BxSxC, turned_BxSxR, metadata)
         else:
             k, v = self._expanded(latent_BxSxC, turned_BxSxR)
-            mixed_BxLxHxK = attend(q_BxLxHxQ, k, v, metadata, self.window, self.scores, self.kernel)
+            mixed_BxLxHxK = attend(q_BxLxHxQ, k, v, metadata.mask(self.mask, self.window), self.kernel)
         return self.finish(mixed_BxLxHxK, x_BxLxD), cache
 
     def heads(self, x_BxLxD: jax.Array, position_L: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -115,8 +115,8 @@ class LatentAttention(nnx.Module):
         q_BxLxHxC = jnp.einsum("blhk,chk->blhc", plain, up_k_CxHxK)
         query = jnp.concatenate([q_BxLxHxC, q_turned], axis=-1)
         key = jnp.concatenate([latent, turned], axis=-1)[:, :, None]
-        scores = self.scores.scaled(self.head_size + self.rope_dim)
-        mixed_BxLxHxC = attend(query, key, latent[:, :, None], metadata, self.window, scores, self.kernel)
+        mask = metadata.mask(self.mask.scaled(self.head_size + self.rope_dim), self.window)
+        mixed_BxLxHxC = attend(query, key, latent[:, :, None], mask, self.kernel)
         return jnp.einsum("blhc,chk->blhk", mixed_BxLxHxC, up_v_CxHxK)
 
     @property

@@ -15,10 +15,12 @@ from roxxel_dist.input.stream import Stream
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents
-from roxxel_dist.run.estimate.estimate import EstimateRequest, for_target, open_components, plan_of, spans
-from roxxel_dist.run.estimate.target_phases import COMPILED_AT_ONCE, checkpointing, rebuilt
+from roxxel_dist.run.estimate.figures import EstimateRequest
+from roxxel_dist.run.estimate.inputs import for_target, open_components, plan_of, spans
+from roxxel_dist.run.estimate.problems import checkpointing
+from roxxel_dist.run.estimate.target_phases import COMPILED_AT_ONCE, rebuild
 from roxxel_dist.run.estimate.target_process import Report
-from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetStep, one_device_flops
+from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetStep, measure_step
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.resume import last_step
 from roxxel_dist.train.step.batch_layout import batch_layout
@@ -135,7 +137,7 @@ def compare(target: TargetCompiler, components: RunComponents, run: Path | None 
         sharding = batch_sharding(mesh)
         batch = Stream(plan, components.curriculum.datasets, sharding, stop - 1, components.grad_accum).abstract()
         alone = components.steps(mesh, plan.total_steps).on_one_device()
-    flops = one_device_flops(alone.mesh, alone.train, alone.training_args(batch))
+    flops = alone.flops("training", batch)
 
     # A model of the user's own decides itself what is computed again.
     savers = checkpointing(components.config) if components.config.model is None else []
@@ -203,9 +205,9 @@ def _cost(
     try:
         changed = dataclasses.replace(components.config, **fields)
         changed.validate()
-        made = rebuilt(changed, components, components.devices)
+        made = rebuild(changed, components, components.devices)
         steps: Steps = made.steps(made.mesh(target.hosts), plan.total_steps)
-        args = steps.training_args(batch)
+        args = steps.args("training", batch)
     except ValueError:
         return None
     held, shape = device_bytes(args), plan.segment(step).shape
@@ -213,5 +215,5 @@ def _cost(
     cost, found = LayoutCost(fields=fields, text=text, state_bytes=held, step=None), None
     if target.device_bytes is None or held <= target.device_bytes:
         what = f"the training step with {cost.lines}"
-        found, _ = target.measure(what, steps.mesh, steps.train, args, flops)
+        found, _ = measure_step(target, what, steps, "training", batch, flops, steps)
     return dataclasses.replace(cost, step=found)

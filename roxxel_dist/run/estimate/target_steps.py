@@ -1,18 +1,20 @@
 """What a step costs on a target: compiled by the target's compiler, and held against what it must do."""
 
+import dataclasses
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from roxxel_dist.cluster.jax_private import assume_compute_capability
+from roxxel_dist.cluster.mesh import one_device
 from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.devices.program_cost import ProgramCost, program_cost
 from roxxel_dist.devices.targets import GPUS, Target, hosts_of, is_too_large, memory_in
-from roxxel_dist.devices.traced_flops import traced_flops
 from roxxel_dist.run.estimate.step_costs import (
     COMPUTE,
     LINKS,
@@ -21,9 +23,13 @@ from roxxel_dist.run.estimate.step_costs import (
     costs_of,
     link_seconds,
     roofline_seconds,
+    summed,
 )
 from roxxel_dist.run.estimate.target_process import Report
-from roxxel_dist.train.step.compile import mesh_of
+from roxxel_dist.train.exact.calls import Key, key_of
+from roxxel_dist.train.step.compile import Composite, mesh_of
+from roxxel_dist.train.step.memory import StepMemory
+from roxxel_dist.train.steps import Kind, Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +130,7 @@ class TargetCompiler:
             )
             return step, None
         cost = program_cost(program.as_text(), hosts_of(list(mesh.devices.flat)))
-        peak, device_kind = peak_bytes(program), mesh.devices.flat[0].device_kind
+        peak, device_kind = StepMemory.of_program(program).peak, mesh.devices.flat[0].device_kind
         costs = costs_of(cost, device_kind)
         step = TargetStep(
             peak_bytes=peak,
@@ -142,17 +148,91 @@ class TargetCompiler:
         return step, program
 
 
-def one_device_flops(mesh: Mesh, jitted: Any, args: tuple[Any, ...]) -> float:
-    """FLOPs of a step on a mesh of one device: it is traced, and not compiled."""
-    with jax.set_mesh(mesh):
-        return traced_flops(jitted.trace(*args).jaxpr)
+class _TooLarge(Exception):
+    """A program does not fit."""
 
 
-def peak_bytes(program: Any) -> int:
-    """Memory of each device for a compiled program, from XLA's memory analysis."""
-    account = program.memory_analysis()
-    results = account.output_size_in_bytes - account.alias_size_in_bytes
-    return account.argument_size_in_bytes + account.temp_size_in_bytes + results + account.generated_code_size_in_bytes
+class TargetPrograms:
+    """The programs of a step, compiled for a target, each once: what `Steps.count_calls` takes to compile.
+
+    Args:
+        target: its compiler.
+        mesh: of the run.
+        what: (name of a program) -> what it is, for messages.
+
+    Attributes:
+        costs: of one call of each.
+        programs: likewise.
+    """
+
+    def __init__(self, target: TargetCompiler, mesh: Mesh, what: Callable[[str], str]) -> None:
+        self._target, self._mesh, self._what = target, mesh, what
+        self.costs: dict[Key, TargetStep] = {}
+        self.programs: dict[Key, Any] = {}
+
+    def one(self, jitted: Any, args: Sequence[Any], mesh: Mesh) -> Any:
+        """`Compile`. Raises _TooLarge."""
+        key = key_of(jitted, args)
+        if key not in self.costs:
+            self.costs[key], program = self._target.measure(self._what(jitted.__name__), mesh, jitted, tuple(args), 0.0)
+            if program is None:
+                raise _TooLarge
+            self.programs[key] = program
+        return self.programs[key]
+
+    def each(self, jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
+        """`CompileForEach`."""
+        place = SingleDeviceSharding(devices[0])
+        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), args)
+        return [self.one(jitted, own, one_device(self._mesh, devices[0]))] * len(devices)
+
+
+def measure_step(
+    target: TargetCompiler, what: str, steps: Steps, kind: Kind, batch: Any, flops: float, simulated: Steps
+) -> tuple[TargetStep, StepMemory | None]:
+    """(the cost of a step: of each of its programs, times how often it runs it; its memory, None if it does not fit).
+
+    Args:
+        target: its compiler, which compiles each program once.
+        what: for messages.
+        steps: on the mesh of the target.
+        kind: which step is meant.
+        batch: as shapes.
+        flops: of the same step on one device.
+        simulated: see `Steps.count_calls`.
+    """
+    many = isinstance(steps.program(kind), Composite)
+    compiled = TargetPrograms(target, steps.mesh, lambda name: f"{what}, {name}" if many else what)
+    try:
+        calls, programs = steps.count_calls(kind, batch, compiled.one, compiled.each, simulated)
+    except _TooLarge:
+        refused = next(cost for cost in compiled.costs.values() if cost.flops_per_device is None)
+        seconds = sum(cost.compile_seconds for cost in compiled.costs.values())
+        return dataclasses.replace(refused, compile_seconds=seconds), None
+    own, sent, gathered, limits = 0.0, Counter[str](), dict[str, float](), Counter[str]()
+    for key, count in calls.items():
+        cost = compiled.costs[key]
+        own += count * (cost.flops_per_device or 0.0)
+        gathered |= cost.gathered
+        for total, part in ((sent, cost.collectives), (limits, cost.bound_seconds)):
+            for name, value in part.items():
+                total[name] += count * value  # pyright: ignore[reportArgumentType]
+    parts = summed((compiled.costs[key].costs, count) for key, count in calls.items())
+    memory = steps.compiled_memory(kind, batch, programs)
+    step = TargetStep(
+        peak_bytes=memory.peak,
+        device_bytes=target.device_bytes,
+        fits=target.device_bytes is None or memory.peak <= target.device_bytes,
+        flops_per_device=own,
+        flops_ratio=own * steps.mesh.size / flops if flops else None,
+        collectives=dict(sent),
+        gathered=gathered,
+        bound_seconds=dict(limits),
+        costs=parts,
+        roofline_seconds=roofline_seconds(parts) if parts else None,
+        compile_seconds=sum(cost.compile_seconds for cost in compiled.costs.values()),
+    )
+    return step, memory
 
 
 def bounds(cost: ProgramCost, device_kind: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.attention.cut_rows import RowCut
-from roxxel_dist.train.exact.layout import Layout, copies
+from roxxel_dist.train.exact.layout import ShardLayout, copies
 from roxxel_dist.train.exact.reduction import Programs, Tree, add_sums
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
@@ -25,7 +25,7 @@ ByShard = list[list[Any]]
 class KeyMoves:
     """Moves keys and values of shards to all devices that have shards of the row, and sums of their gradients back."""
 
-    layout: Layout
+    layout: ShardLayout
     here: int
     """Shards of one row on a device."""
     join: Programs
@@ -39,7 +39,7 @@ class KeyMoves:
 
     @classmethod
     def compile_moves(
-        cls, layout: Layout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
+        cls, layout: ShardLayout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
     ) -> "KeyMoves":
         """For (keys, values) of a shard such as `like`."""
         here = min(layout.most, cut.parts)

@@ -20,7 +20,7 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.step.state import TrainState
 
 SHARDS = "shards"
-"""The one axis of `Layout.line`."""
+"""The one axis of `ShardLayout.line`."""
 
 
 def check_shapes(
@@ -158,7 +158,7 @@ def copies(tree: Any, devices: Sequence[Any]) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """Which of `count` virtual shards each device has: those of its rows, which are contiguous."""
 
     count: int

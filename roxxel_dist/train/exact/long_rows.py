@@ -16,7 +16,7 @@ from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.blocks.block_update import BlockUpdate
 from roxxel_dist.train.exact.gradient import ShardPrograms
 from roxxel_dist.train.exact.key_moves import ByShard, KeyMoves
-from roxxel_dist.train.exact.layout import Layout, copies
+from roxxel_dist.train.exact.layout import ShardLayout, copies
 from roxxel_dist.train.exact.long_shapes import NUMBER, LongShapes, LongSums, piece_of
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, PiecePrograms
@@ -42,7 +42,7 @@ class Kept(NamedTuple):
 class CompiledForward:
     """The forward pass up to the losses."""
 
-    layout: Layout
+    layout: ShardLayout
     moves: KeyMoves | UnevenKeyMoves
     pieces: Programs
     embed: Programs
@@ -72,7 +72,7 @@ class CompiledForward:
 
     @classmethod
     def compile_forward(
-        cls, shapes: LongShapes, layout: Layout, compile_one: Compile, for_each: CompileForEach
+        cls, shapes: LongShapes, layout: ShardLayout, compile_one: Compile, for_each: CompileForEach
     ) -> "CompiledForward":
         """For such (abstract) arguments."""
         programs, devices = shapes.programs, layout.devices
@@ -151,7 +151,7 @@ def _on(number: Any, device: Any) -> jax.Array:
 class CompiledLongStep:
     """The sums of all shards and the update, for shards of parts of rows: see `step.CompiledStep`."""
 
-    layout: Layout
+    layout: ShardLayout
     forward: CompiledForward
     losses_back: Programs
     after_back: Programs
@@ -167,7 +167,7 @@ class CompiledLongStep:
     def compile_step(
         cls,
         shard_programs: ShardPrograms,
-        layout: Layout,
+        layout: ShardLayout,
         state: TrainState,
         hparams: Hparams,
         batch: Any,
@@ -303,7 +303,7 @@ class CompiledLongEvaluation:
     def compile_losses(
         cls,
         shard_programs: ShardPrograms,
-        layout: Layout,
+        layout: ShardLayout,
         model: Model,
         batch: Any,
         compile_one: Compile,

@@ -12,7 +12,7 @@ import numpy as np
 from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.model.pieces import in_blocks
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import Layout, shapes_of
+from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
 from roxxel_dist.train.exact.update import Totals
@@ -45,7 +45,7 @@ class LongShapes:
     log_sums: Any
 
     @classmethod
-    def of_batch(cls, programs: PiecePrograms, layout: Layout, model: Model, batch: Any) -> "LongShapes":
+    def of_batch(cls, programs: PiecePrograms, layout: ShardLayout, model: Model, batch: Any) -> "LongShapes":
         """For an (abstract) model and batch."""
         cut, here = programs.cut, programs.rows
         if layout.is_even:
@@ -60,7 +60,7 @@ class LongShapes:
         return cls(programs, model, rows, piece, segments, x, q, (k, v), kv, normed, mixed, log_sums)
 
     @property
-    def kept(self) -> Any:
+    def residuals(self) -> Any:
         """What a layer's forward pass leaves for the backward pass."""
         return self.x, self.q, self.own_kv, self.normed, self.mixed, self.log_sums
 
@@ -127,27 +127,27 @@ class LongSums:
 
     @classmethod
     def of_step(
-        cls, shard_programs: ShardPrograms, layout: Layout, state: TrainState, hparams: Hparams, batch: Any
+        cls, shard_programs: ShardPrograms, layout: ShardLayout, state: TrainState, hparams: Hparams, batch: Any
     ) -> "LongSums":
         """For such (abstract) arguments."""
         model = Model(*shapes_of((state.params, state.rest, hparams)))
         programs = PiecePrograms.of_model(shard_programs, model, batch, training=True)
         shapes = LongShapes.of_batch(programs, layout, model, batch)
         sums = shapes.sums | {use: [shapes.sums[use]] * programs.layers for use in (BEFORE, AFTER)}
-        named = jax.eval_shape(lambda sums: programs.named(sums, model.params), sums)
+        named = jax.eval_shape(lambda sums: programs.sums_by_name(sums, model.params), sums)
         is_packed = hasattr(batch, "tokens")
         totals = Totals.of_params(
             shard_programs,
             state.params,
             named,
             layout=layout,
-            join=lambda sums, model, counts: programs.joined(sums, model, is_packed=is_packed),
+            join=lambda sums, model, counts: programs.join_uses(sums, model, is_packed=is_packed),
             weight=lambda sums: sums[LAST][1][1],
             batch=batch,
         )
 
         def join_sums(sums: dict[str, Any]) -> Packed:
-            return totals.pack(programs.named(sums, model.params))
+            return totals.pack(programs.sums_by_name(sums, model.params))
 
         return cls(shapes, totals, join_sums, (sums,), jax.eval_shape(join_sums, sums))
 

@@ -9,18 +9,78 @@ import jax
 
 from roxxel_dist.train.exact.blocks.selection import Selection
 from roxxel_dist.train.exact.blocks.slices import is_cut
+from roxxel_dist.train.exact.gradient import ShardPrograms
+from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
 from roxxel_dist.train.exact.long_shapes import LongSums
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST
 from roxxel_dist.train.exact.reduction import Tree, subtrees
+from roxxel_dist.train.exact.step import RowSums
 from roxxel_dist.train.exact.update import Totals
+from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.memory import StepMemory
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
+from roxxel_dist.train.step.throughput import device_bytes
 
 GROUP_COPIES = 6
 """Arrays of the size of a group's gradient while it is updated: its parts, the whole, and what Muon iterates on."""
 SPREAD_COPIES = 3
 """Arrays of the size of a block that no device keeps while it is updated: its bits, itself, and the new one."""
+
+
+@dataclass(frozen=True)
+class ShardedMemory:
+    """The memory of a training step with virtual shards: of its programs, as compiled, and of what is alive beside."""
+
+    sums: RowSums | LongSums
+    state: TrainState
+    hparams: Hparams
+    batch: Any
+    """As shapes with shardings; so the state and the inputs."""
+
+    @classmethod
+    def of_step(
+        cls, programs: ShardPrograms, layout: ShardLayout, state: TrainState, hparams: Hparams, batch: Any
+    ) -> "ShardedMemory":
+        """For such (abstract) arguments."""
+        kind = LongSums if jax.tree.leaves(batch)[0].shape[0] < layout.count else RowSums
+        return cls(kind.of_step(programs, layout, state, hparams, shapes_of(batch)), state, hparams, batch)
+
+    @property
+    def jitted(self) -> list[tuple[Any, tuple[Any, ...]]]:
+        """(jitted, its arguments) of the programs of a shard that take most."""
+        if isinstance(self.sums, RowSums):
+            return [(self.sums.jitted, self.sums.args)]
+        shapes, programs = self.sums.shapes, self.sums.shapes.programs
+        return [
+            (jax.jit(programs.after_back), shapes.after_back),
+            (jax.jit(programs.before_back), shapes.before_back),
+            (jax.jit(programs.losses_back), shapes.losses),
+            (jax.jit(self.sums.join), self.sums.args),
+        ]
+
+    def compile(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> StepMemory:
+        """`Composite.compile`, but of these programs alone, on one device: they are measured, and not called."""
+        del compile_one, args
+        device = [self.sums.totals.layout.line.devices.flat[0]]
+        return self.with_programs({each[0].__name__: for_each(*each, device)[0] for each in self.jitted})
+
+    def with_programs(self, programs: Mapping[str, Any]) -> StepMemory:
+        """The memory of one device; `programs`: by the name of what was compiled, those of `jitted` among them."""
+        found = {each.__name__: programs[each.__name__].memory_analysis() for each, _ in self.jitted}
+        temporaries = {name: account.temp_size_in_bytes for name, account in found.items()}
+        if isinstance(self.sums, LongSums):
+            peaks = long_peaks(self.sums, self.state, self.hparams, temporaries)
+        else:
+            (of_sums,) = temporaries.values()
+            peaks = step_peaks(self.sums.totals, self.sums.packed, self.state, self.hparams, of_sums)
+        return StepMemory.of_parts(
+            arguments=device_bytes((self.state, self.hparams, self.batch)),
+            temporaries=peaks.most,
+            results=0,
+            code=sum(account.generated_code_size_in_bytes for account in found.values()),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +129,7 @@ def long_peaks(own: LongSums, state: TrainState, hparams: Hparams, temporaries: 
     shards = [layout.shards_of(device) for device in layout.line.devices.flat]
     trees, held, most = max(len(subtrees(each)) for each in shards), max(map(_held, shards)), layout.most
     depth, cut = shapes.programs.layers, shapes.programs.cut
-    kept = most * whole_bytes(shapes.kept)
+    kept = most * whole_bytes(shapes.residuals)
     # Keys and values of the rows of a device, and of one row the sums of their gradients.
     rows = whole_bytes(shapes.kv) * (max(1, most // cut.parts) if layout.is_even else 2 * layout.count // cut.parts)
     sums = sum(math.prod(leaf.shape) * 4 for leaf in shapes.kv)
@@ -118,7 +178,7 @@ def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[fl
     together = gathered_bytes(_moments(state, blocks.small)) + rest
     needs = [3 * share, together, *(moments + GROUP_COPIES * size for moments, size in others)]
     if not owner.is_cut:
-        arrays = Selection.of_names(state, blocks.groups[0]).apart(state)[0]
+        arrays = Selection.of_names(state, blocks.groups[0]).leaves(state)[0]
         needs.append(SPREAD_COPIES * (whole_bytes(arrays) + first[1]) / owner.count)
     elif len(owner.teams[0]) > 1:
         needs.append(2 * first[1] * len(owner.owned[0]) / owner.count)
@@ -128,4 +188,4 @@ def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[fl
 def _moments(state: TrainState, names: tuple[str, ...]) -> list[Any]:
     """What the optimizer keeps of some parameters."""
     params = {id(leaf) for leaf in state.params.values()}
-    return [leaf for leaf in Selection.of_names(state, names).apart(state)[0] if id(leaf) not in params]
+    return [leaf for leaf in Selection.of_names(state, names).leaves(state)[0] if id(leaf) not in params]

@@ -5,15 +5,16 @@ is its input, its heads and what they gathered; the rest is computed again.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from roxxel_dist.model.attention.blocked import Blocks, blocked_backward, blocked_forward
 from roxxel_dist.model.attention.cut_rows import RowCut
-from roxxel_dist.model.attention.kernels import Blocks, Scores, blocked_backward, blocked_forward, scores_of
+from roxxel_dist.model.attention.mask import mask_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.cross_entropy import Losses
 from roxxel_dist.model.loss import losses_of_states, minimized_of_states, next_token_loss
@@ -107,7 +108,7 @@ class PiecePrograms:
 
         return {name: params[name] for name in self.names[use]}, function
 
-    def _pulled(self, use: str, model: Model, shard: Any, layer: Any, compute: Any, args: Any, gradient: Any) -> Any:
+    def _pull_back(self, use: str, model: Model, shard: Any, layer: Any, compute: Any, args: Any, gradient: Any) -> Any:
         """(the packed gradients of the parameters of a use, those of `args`) from the gradient of the result."""
         own, function = self._function(use, model, shard, layer, compute)
         d_own, *d_args = jax.vjp(function, own, *args)[1](gradient)
@@ -137,7 +138,7 @@ class PiecePrograms:
             q, *kv, normed = before_attention(block, x, position)
             return q, *(each.astype(jnp.float32) for each in kv), normed
 
-        grads, more = self._pulled(BEFORE, model, shard, layer, compute, (x,), (d_q, *d_kv, d_normed))
+        grads, more = self._pull_back(BEFORE, model, shard, layer, compute, (x,), (d_q, *d_kv, d_normed))
         return grads, d_x + more
 
     def after(
@@ -147,8 +148,8 @@ class PiecePrograms:
 
         `kv` are the keys and values of the whole row.
         """
-        (k, v), at, scores = kv, self._keys(shard, segments), self._scores(q)
-        mixed, log_sums = blocked_forward(q, k, v, at, self.cut.row_blocks, self.config.window, scores)
+        (k, v), at = kv, self._keys(shard, segments, q)
+        mixed, log_sums = blocked_forward(q, k, v, at, self.cut.row_blocks)
         own, function = self._function(AFTER, model, shard, layer, after_attention)
         x, more = function(own, x, mixed, normed)
         return x, balance + more, mixed, log_sums
@@ -170,19 +171,16 @@ class PiecePrograms:
     ) -> tuple[Packed, jax.Array, jax.Array, jax.Array | None, Any]:
         """The gradients of parameters, of `x`, `q`, `normed`, and float32 of `kv`."""
         args = x, mixed, normed
-        grads, d_x, d_mixed, d_normed = self._pulled(
+        grads, d_x, d_mixed, d_normed = self._pull_back(
             AFTER, model, shard, layer, after_attention, args, (d_x, d_balance)
         )
-        (k, v), at, blocks = kv, self._keys(shard, segments), self.cut.row_blocks
-        rules = self.config.window, self._scores(q)
-        d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, blocks, *rules)
+        (k, v), at = kv, self._keys(shard, segments, q)
+        d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, self.cut.row_blocks)
         return grads, d_x, d_q, d_normed, tuple(d_kv)
 
-    def _keys(self, shard: Any, segments: Any) -> Blocks:
-        return keys_of_shard(self.cut, shard, segments, self.config.window)
-
-    def _scores(self, q: jax.Array) -> Scores:
-        return scores_of(self.config).scaled(q.shape[-1])
+    def _keys(self, shard: Any, segments: Any, q: jax.Array) -> Blocks:
+        mask = replace(mask_of(self.config).scaled(q.shape[-1]), window=self.config.window, segments=segments)
+        return keys_of_shard(self.cut, shard, mask)
 
     def losses(self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: jax.Array) -> Packed:
         """The packed sums of the losses of a virtual shard, as `ShardPrograms.losses` gives them."""
@@ -227,7 +225,7 @@ class PiecePrograms:
         row = jnp.arange(self.rows) == shard // self.cut.parts
         return loss, count, of_experts, jnp.where(row, loss, 0), jnp.where(row, count, 0)
 
-    def named(self, sums: Mapping[str, Any], params: Leaves) -> dict[str, Any]:
+    def sums_by_name(self, sums: Mapping[str, Any], params: Leaves) -> dict[str, Any]:
         """The sums of all uses of (abstract) parameters by name: "first", "before" and "after" are gradients, "last"
         gradients and what `_losses` found.
 
@@ -242,7 +240,7 @@ class PiecePrograms:
             named[use] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *layers)
         return named
 
-    def joined(self, sums: Mapping[str, Any], model: Model, *, is_packed: bool) -> tuple[Sums, Leaves]:
+    def join_uses(self, sums: Mapping[str, Any], model: Model, *, is_packed: bool) -> tuple[Sums, Leaves]:
         """(the sums of all shards, the counts of random streams after a step) of what `named` gives; gradients that
         are left out of that stay so."""
         grads, (loss, count, of_experts, row_loss, row_count) = sums[LAST]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.train.exact.blocks.ownership import Ownership, Shares
-from roxxel_dist.train.exact.layout import SHARDS, Layout
+from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
 from roxxel_dist.train.exact.packing import Packed, pieces, unpack
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
@@ -82,7 +82,7 @@ def total_of(known: dict[Subtree, jax.Array], first: int, count: int) -> jax.Arr
 class Exchange:
     """Adds the sums of subtrees over all devices, and gives each device the totals, or its share of them."""
 
-    layout: Layout
+    layout: ShardLayout
     like: Any
     """The shapes and types of the tree that is added up."""
     steps: Sequence["Sent"]
@@ -93,7 +93,7 @@ class Exchange:
     @classmethod
     def compile_exchange(
         cls,
-        layout: Layout,
+        layout: ShardLayout,
         like: Any,
         packed: Packed,
         compile_one: Compile,
@@ -135,18 +135,18 @@ class Exchange:
 class Sent:
     """Some of the packed arrays, which are exchanged at once."""
 
-    layout: Layout
+    layout: ShardLayout
     names: Sequence[str]
     arrange: Programs
     """The pieces of a device's sums."""
-    across: Any
+    send: Any
     kept: Any
     """What a device gets, as shapes, by the number of the name."""
 
     @classmethod
     def compile_sending(
         cls,
-        layout: Layout,
+        layout: ShardLayout,
         names: Sequence[str],
         packed: Packed,
         owner: Ownership | None,
@@ -183,21 +183,21 @@ class Sent:
             name: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype, sharding=layout.cut)
             for name, leaf in own.items()
         }
-        across = jax.shard_map(add_rest, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False)
-        return cls(layout, names, arrange, compile_one(jax.jit(across), (whole,), layout.line), kept)
+        send = jax.shard_map(add_rest, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False)
+        return cls(layout, names, arrange, compile_one(jax.jit(send), (whole,), layout.line), kept)
 
     def run(self, sums: list[list[Packed]]) -> list[Packed]:
         """These totals, by device of this process, of the sums of its subtrees, which are given back."""
         own = [[{str(i): tree.pop(name) for i, name in enumerate(self.names)} for tree in trees] for trees in sums]
         arranged = [arrange(trees) for arrange, trees in zip(self.arrange, own, strict=True)]
         del own
-        total = self.across({name: self.layout.along([piece[name] for piece in arranged]) for name in arranged[0]})
+        total = self.send({name: self.layout.along([piece[name] for piece in arranged]) for name in arranged[0]})
         return [
             {name: total[str(k)].addressable_data(i) for k, name in enumerate(self.names)} for i in range(len(sums))
         ]
 
 
-def _added(own: jax.Array, parts: list[list[Subtree]], layout: Layout, is_share: bool) -> jax.Array:
+def _added(own: jax.Array, parts: list[list[Subtree]], layout: ShardLayout, is_share: bool) -> jax.Array:
     """[devices, subtrees, M] of a device to the total of all, [M'], or of its share of that, [M], within a shard_map
     over all devices."""
     received = jax.lax.all_to_all(own, SHARDS, 0, 0, tiled=True)
@@ -210,13 +210,13 @@ def _added(own: jax.Array, parts: list[list[Subtree]], layout: Layout, is_share:
 class Reduction:
     """The tree of additions over all virtual shards, compiled for sums of one shape."""
 
-    layout: Layout
+    layout: ShardLayout
     add: Programs
     exchange: Exchange
 
     @classmethod
     def compile_reduction(
-        cls, layout: Layout, packed: Packed, exchange: Exchange, for_each: CompileForEach
+        cls, layout: ShardLayout, packed: Packed, exchange: Exchange, for_each: CompileForEach
     ) -> "Reduction":
         """For packed sums such as `packed`."""
         add: Programs = ()
@@ -226,10 +226,10 @@ class Reduction:
 
     def run(self, sums: Callable[[int, int], Packed]) -> list[Packed]:
         """The sums of all shards on each device; `sums` gives those of the k-th shard of the i-th device."""
-        return self.exchange.run(self.own(sums))
+        return self.exchange.run(self.sums_of_subtrees(sums))
 
-    def own(self, sums: Callable[[int, int], Packed]) -> list[list[Packed]]:
-        """Of each device of this process the sums of its subtrees."""
+    def sums_of_subtrees(self, sums: Callable[[int, int], Packed]) -> list[list[Packed]]:
+        """The sums of the subtrees of each device of this process."""
         shards = self.layout.owned
         trees = [Tree(self.add[i] if self.add else add_sums, own.start) for i, own in enumerate(shards)]
         for k in range(self.layout.most):

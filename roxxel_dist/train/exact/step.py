@@ -20,7 +20,7 @@ from roxxel_dist.train.exact.blocks.block_update import BlockUpdate
 from roxxel_dist.train.exact.blocks.blocks import block_dimensions
 from roxxel_dist.train.exact.blocks.slices import Gather
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import DeviceStates, Layout, copies, shapes_of
+from roxxel_dist.train.exact.layout import DeviceStates, ShardLayout, copies, shapes_of
 from roxxel_dist.train.exact.long_rows import CompiledLongEvaluation, CompiledLongStep
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
@@ -53,12 +53,12 @@ def exact_places(
 class RowCutter:
     """Gives each device the rows of its virtual shards."""
 
-    layout: Layout
+    layout: ShardLayout
     cut: Programs
     """Empty where each device has one."""
 
     @classmethod
-    def compile_cutter(cls, layout: Layout, batch: Any, for_each: CompileForEach) -> "tuple[RowCutter, Any]":
+    def compile_cutter(cls, layout: ShardLayout, batch: Any, for_each: CompileForEach) -> "tuple[RowCutter, Any]":
         """For such (abstract) batches; and the rows of a shard, as `jax.ShapeDtypeStruct`s."""
 
         def part(rows: int) -> Any:
@@ -115,7 +115,7 @@ def cutter(count: int) -> Callable[[Any], list[Any]]:
 class HparamCopies:
     """The inputs of every step on each device of this process: taken apart once, as they stay the same."""
 
-    layout: Layout
+    layout: ShardLayout
     _known: tuple[Hparams, list[Hparams]] | None = field(default=None, repr=False)
 
     def copies_of(self, hparams: Hparams) -> list[Hparams]:
@@ -130,7 +130,7 @@ class ShardedStep:
     """What `AotCompiler` makes a step of, for one shape of a batch; see `CompiledStep`."""
 
     programs: ShardPrograms
-    layout: Layout
+    layout: ShardLayout
 
     def compile(
         self, compile_one: Compile, for_each: CompileForEach, state: TrainState, hparams: Hparams, batch: Any
@@ -150,7 +150,7 @@ class CompiledStep:
     It takes a `TrainState` of global arrays too. The state is donated; nothing waits for the devices.
     """
 
-    layout: Layout
+    layout: ShardLayout
     gather: Gather
     """Of the `Model`."""
     step: "RowStep | CompiledLongStep"
@@ -183,7 +183,7 @@ class RowSums:
 
     @classmethod
     def of_step(
-        cls, programs: ShardPrograms, layout: Layout, state: TrainState, hparams: Hparams, batch: Any
+        cls, programs: ShardPrograms, layout: ShardLayout, state: TrainState, hparams: Hparams, batch: Any
     ) -> "RowSums":
         """For such (abstract) arguments."""
         part = jax.tree.map(
@@ -221,7 +221,7 @@ class RowStep:
     def compile_step(
         cls,
         programs: ShardPrograms,
-        layout: Layout,
+        layout: ShardLayout,
         state: TrainState,
         hparams: Hparams,
         batch: Any,
@@ -251,7 +251,7 @@ class RowStep:
         return self.reduction.run(sums_of), counts
 
 
-def shard_numbers(layout: Layout) -> list[list[jax.Array]]:
+def shard_numbers(layout: ShardLayout) -> list[list[jax.Array]]:
     """The number of each shard, int32[], by device of this process."""
     return [
         [jax.device_put(np.int32(number), device) for number in layout.shards_of(device)] for device in layout.devices
@@ -263,7 +263,7 @@ class ShardedEvaluation:
     """What `AotCompiler` makes an evaluation of, for one shape of a batch; see `CompiledEvaluation`."""
 
     programs: ShardPrograms
-    layout: Layout
+    layout: ShardLayout
 
     def compile(
         self,
@@ -303,7 +303,7 @@ class ShardedEvaluation:
 class CompiledEvaluation:
     """(params, rest, hparams, batch) -> losses, as `make_eval_step` has it, on the first device of this process."""
 
-    layout: Layout
+    layout: ShardLayout
     gather: Gather
     losses: "RowEvaluation | CompiledLongEvaluation"
     mean: Any

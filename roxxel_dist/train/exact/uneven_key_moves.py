@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.train.exact.key_moves import ByShard
-from roxxel_dist.train.exact.layout import SHARDS, Layout
+from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
 from roxxel_dist.train.exact.reduction import Programs, Tree, add_sums, subtrees, total_of
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
@@ -46,7 +46,7 @@ def parts_of(shards: range, of_row: int) -> list[Part]:
 class UnevenKeyMoves:
     """Moves keys and values of shards to all devices that have shards of the row, and sums of their gradients back."""
 
-    layout: Layout
+    layout: ShardLayout
     shards: int
     """Of a row."""
     stack: Programs
@@ -63,7 +63,7 @@ class UnevenKeyMoves:
 
     @classmethod
     def compile_moves(
-        cls, layout: Layout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
+        cls, layout: ShardLayout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
     ) -> "UnevenKeyMoves":
         """For (keys, values) of a shard such as `like`."""
         size, most, devices = layout.line.size, layout.most, layout.devices

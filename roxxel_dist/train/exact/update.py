@@ -14,7 +14,7 @@ from roxxel_dist.train.exact.blocks.blocks import Blocks, BlockSums
 from roxxel_dist.train.exact.blocks.ownership import Ownership, Shares
 from roxxel_dist.train.exact.blocks.selection import Selection
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import Layout, shapes_of
+from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.reduction import Exchange
 from roxxel_dist.train.step.compile import Compile, CompileForEach
@@ -28,7 +28,7 @@ class Totals:
     """How the sums of all shards are packed, and become an update."""
 
     programs: ShardPrograms
-    layout: Layout
+    layout: ShardLayout
     like: Any
     """The tree of sums, as shapes."""
     join: Join
@@ -53,7 +53,7 @@ class Totals:
     def ownership(self, blocks: Blocks, state: TrainState) -> Ownership:
         """Of blocks of such an (abstract) state, with shardings."""
         alike = Selection.of_names(state, blocks.groups[0])
-        leaves = list(zip(alike.names_of_own, alike.apart(state)[0], strict=True))
+        leaves = list(zip(alike.names_of_own, alike.leaves(state)[0], strict=True))
         return Ownership.of_blocks(self.layout, blocks, leaves)
 
     def compile_update(

@@ -25,7 +25,6 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from roxxel_dist.cluster.distributed import barrier
 from roxxel_dist.cluster.jax_private import keep_noted_programs
 from roxxel_dist.cluster.mesh import one_device
-from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.settings.training import SHARE_COMPILATION
 
 COMPILE_LIMIT_S = LOCK_LIMIT_S = 3600.0
@@ -57,7 +56,7 @@ class AotCompiler:
         self._options = None if options is None else dict(options)
         self._pool = ThreadPoolExecutor(1, "roxxel-compile")
         self._programs: dict[Hashable, Future[Any]] = {}
-        self._flops: dict[Hashable, Future[float]] = {}
+        self._flops: dict[Hashable, Future[float | None]] = {}
         self._shared: set[Hashable] = set()
         self.seconds: dict[Hashable, float] = {}
         """What each program took to trace and compile."""
@@ -103,18 +102,13 @@ class AotCompiler:
             program.result()
         barrier("compiled", COMPILE_LIMIT_S)
 
-    def count_flops(self, key: Hashable) -> None:
+    def count_flops(self, key: Hashable, count: Callable[[Any], float | None]) -> None:
         """Have the FLOPs of a program counted in the background, after its compilation."""
-
-        def count() -> float:
-            hosts = [device.process_index for device in self.mesh.devices.flat]
-            return program_cost(self.get(key).as_text(), hosts).flops
-
         if key not in self._flops:
-            self._flops[key] = self._pool.submit(count)
+            self._flops[key] = self._pool.submit(lambda: count(self.get(key)))
 
     def flops(self, key: Hashable) -> float | None:
-        """What one device computes in a program; None if `count_flops` was not asked, or cannot read it."""
+        """What one device computes in a program; None if `count_flops` was not asked, or cannot say it."""
         counted = self._flops.get(key)
         return None if counted is None or counted.exception() is not None else counted.result()
 

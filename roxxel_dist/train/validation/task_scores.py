@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import fit_sharding, row_shards
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.data.tasks import Task, length_for, padded
+from roxxel_dist.data.tasks import Task, length_for, pad_scored
 from roxxel_dist.model.loss import losses_of_tokens
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.process.exit_codes import UserError
@@ -105,7 +105,7 @@ class TaskScores:
     def _batches(self) -> Iterator[tuple[jax.Array, jax.Array]]:
         """All rows in order; the last batch is filled up with empty ones."""
         for begin in range(0, len(self._rows), self._shape[0]):
-            arrays = padded(self._rows[begin : begin + self._shape[0]], self._shape)
+            arrays = pad_scored(self._rows[begin : begin + self._shape[0]], self._shape)
             tokens, scored = (
                 jax.make_array_from_callback(self._shape, self._sharding, array.__getitem__) for array in arrays
             )

@@ -12,7 +12,7 @@ from roxxel_dist.data.files.shard import DamagedData
 from roxxel_dist.data.remote.index import INDEX
 from roxxel_dist.data.remote.verify import verify_objects
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.progress_bars import ProgressBars
 
 pytestmark = pytest.mark.xdist_group("bucket")
 FLIPS = 40
@@ -75,7 +75,7 @@ def test_forty_flipped_bytes_of_all_parts(server, folder, local, cache):
                 (layout.meta_offset, len(data)),
             ][number % 5]  # fmt: skip
             replace_object(url, where := shard.path.name, flipped(data, rng.randrange(begin, end)))
-        lines, _ = verify_objects(url, Progress(False))
+        lines, _ = verify_objects(url, ProgressBars(False))
         named += any(f"{url}/{where}" in line for line in lines)
         try:
             remote = opened(url, cache / str(number))
@@ -128,7 +128,7 @@ def test_damage_outside_the_tokens(server, folder, local, cache, part, index):
         "header": 20,
     }[part]
     replace_object(url, shard.path.name, flipped(shard.path.read_bytes(), at), is_known=index)
-    lines, _ = verify_objects(url, Progress(False))
+    lines, _ = verify_objects(url, ProgressBars(False))
     assert any(f"{url}/{shard.path.name}" in line and part.split()[-1] in line for line in lines)
     if part == "header":  # never read: it follows from the footer
         return
@@ -146,10 +146,10 @@ def test_damage_outside_the_tokens(server, folder, local, cache, part, index):
 
 def test_verify_reads_the_bucket_and_not_the_cache(server, folder, local, cache):
     url, shard = put(server, folder, "verified"), local.shards[1]
-    assert verify_objects(url, Progress(False)) == ([], f"6 shards, {local.num_tokens:,} tokens: complete")
+    assert verify_objects(url, ProgressBars(False)) == ([], f"6 shards, {local.num_tokens:,} tokens: complete")
     opened(url, cache).verify()
     replace_object(url, shard.path.name, flipped(shard.path.read_bytes(), HEADER_BYTES + 3 * 4096))
-    (line,), _ = verify_objects(url, Progress(False))
+    (line,), _ = verify_objects(url, ProgressBars(False))
     assert re.fullmatch(
         rf"{url}/shard_00001.rox: block 3 \(tokens 6144 to 8191, documents? .*\) is damaged; 1 of \d+ blocks .*", line
     )

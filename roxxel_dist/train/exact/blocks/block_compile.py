@@ -20,11 +20,11 @@ from roxxel_dist.train.exact.blocks.block_update import (
     scalars_of,
 )
 from roxxel_dist.train.exact.blocks.blocks import Blocks
-from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, Ownership, across
+from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, Ownership, compile_across
 from roxxel_dist.train.exact.blocks.selection import Selection
 from roxxel_dist.train.exact.blocks.slices import Cut, Gather
 from roxxel_dist.train.exact.blocks.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
-from roxxel_dist.train.exact.layout import Layout, shapes_of
+from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.reduction import Programs
@@ -45,7 +45,7 @@ class BlockCompiler:
     for_each: CompileForEach
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ShardLayout:
         """Of the devices."""
         return self.ownership.layout
 
@@ -92,11 +92,11 @@ class BlockCompiler:
     def _squares(self, shares: Packed, rest: Packed) -> SquaresOfBlocks:
         owner, layout, programs = self.ownership, self.layout, self.programs
         block = {name: self._flat(leaf, 1) for name, leaf in shares.items()}
-        weight, here = jax.eval_shape(programs.weight_of, rest), owner.of_here(owner.shares)
+        weight, here = jax.eval_shape(programs.weight_of, rest), owner.on_this_process(owner.shares)
         return SquaresOfBlocks(
             names=list(programs.sums.chunks[0]),
-            apart=[
-                self._apart(shares, rest, len(own), device) for own, device in zip(here, layout.devices, strict=True)
+            split=[
+                self._split(shares, rest, len(own), device) for own, device in zip(here, layout.devices, strict=True)
             ],
             squares_of=self.each(programs.squares, block, weight),
             gather=BlockNumbers.compile_numbers(
@@ -104,28 +104,30 @@ class BlockCompiler:
             ),
         )
 
-    def _apart(self, shares: Packed, rest: Packed, count: int, device: Any) -> Any:
+    def _split(self, shares: Packed, rest: Packed, count: int, device: Any) -> Any:
         def open_shares(shares: Packed, rest: Packed) -> Any:
             return in_blocks(shares, count, self.ownership.most), self.programs.weight_of(rest)
 
         return self.for_each(jax.jit(open_shares), (shares, rest), [device])[0]
 
-    def _across(self, function: Any, chunks: Sequence[Any]) -> Sequence[Any]:
+    def _gathers(self, function: Any, chunks: Sequence[Any]) -> Sequence[Any]:
         if (size := self.layout.line.size) == 1:
             return ()
         shapes = [(size, share.shape[1]) for share in chunks]
-        programs = {shape: across(self.layout, function, shape, self.compile_one) for shape in dict.fromkeys(shapes)}
+        programs = {
+            shape: compile_across(self.layout, function, shape, self.compile_one) for shape in dict.fromkeys(shapes)
+        }
         return [programs[shape] for shape in shapes]
 
     def _arrays(self, names: Sequence[str]) -> Arrays:
         selection = Selection.of_names(self.state, names)
-        like = selection.apart(self.state)[0]
+        like = selection.leaves(self.state)[0]
         everywhere = NamedSharding(self.layout.mesh, P())  # the parameters are gathered for the gradient already
         params = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
             for name, leaf in self.state.params.items()
         }
-        gathered = selection.apart(self.state._replace(params=params))[0]
+        gathered = selection.leaves(self.state._replace(params=params))[0]
         return Arrays(
             selection=selection,
             like=like,
@@ -142,10 +144,10 @@ class BlockCompiler:
             return programs.update(selection, own, common, programs.sums.whole(number, chunks), numbers, hparams)
 
         whole = [self._flat(share, self.ownership.count) for share in chunks]
-        args = *selection.apart(self.state), whole, *inputs
+        args = *selection.leaves(self.state), whole, *inputs
         return Group(
             arrays=arrays,
-            across=self._across(self.ownership.gather_all, chunks),
+            gathers=self._gathers(self.ownership.gather_all, chunks),
             update=self.each(update_group, *args, donate=(0,)),
         )
 
@@ -155,13 +157,13 @@ class BlockCompiler:
         def update_small(*args: Any) -> Any:
             return self.programs.update(arrays.selection, *args)
 
-        args = *arrays.selection.apart(self.state), grads, *inputs
+        args = *arrays.selection.leaves(self.state), grads, *inputs
         return Group(arrays, (), self.each(update_small, *args, donate=(0,)))
 
     def _block_group(self, chunks: Sequence[Any], inputs: Any) -> BlockGroup | SpreadGroup:
         owner, programs, names = self.ownership, self.programs, self.blocks.groups[0]
         selection = Selection.of_names(self.state, names)
-        like, common = selection.apart(self.state)
+        like, common = selection.leaves(self.state)
         cuts = [self.blocks.dimensions[name] for name in selection.names_of_own]
         own = [
             jax.ShapeDtypeStruct(self.blocks.shape(name, leaf.shape), leaf.dtype)
@@ -173,7 +175,7 @@ class BlockCompiler:
 
         args = own, common, [self._flat(share, 1) for share in chunks], *inputs
         params, update = {name: self.state.params[name] for name in names}, self.each(update_block, *args, donate=(0,))
-        here = owner.of_here(owner.owned)
+        here = owner.on_this_process(owner.owned)
         squares = BlockNumbers.compile_numbers(
             self.layout, owner.count, owner.owned, here, self.compile_one, self.for_each
         )
@@ -187,9 +189,9 @@ class BlockCompiler:
                 squares=squares,
                 count=owner.count,
             )
-        sent, apart = self._team(chunks)
+        sent, split = self._team(chunks)
         take, put = self._moves(own, cuts)
-        return BlockGroup(selection, params, sent, apart, take, put, update, squares, len(owner.owned[0]))
+        return BlockGroup(selection, params, sent, split, take, put, update, squares, len(owner.owned[0]))
 
     def _team(self, chunks: Sequence[Any]) -> tuple[Sequence[Any], Programs]:
         """What gathers the gradients of the blocks that a device updates, and takes these apart."""
@@ -201,7 +203,7 @@ class BlockCompiler:
             return in_blocks(chunks, here, here)
 
         every = [self._flat(share, here) for share in chunks]
-        return self._across(owner.gather_team, chunks), self.each(open_blocks, every)
+        return self._gathers(owner.gather_team, chunks), self.each(open_blocks, every)
 
     def _moves(self, blocks: Sequence[Any], cuts: Sequence[int]) -> tuple[Programs, Programs]:
         """What takes a block of each array, by its number among those of a device, and what puts it back."""
@@ -209,7 +211,7 @@ class BlockCompiler:
             return (), ()
 
         def take_block(arrays: list[Any], index: jax.Array) -> list[Any]:
-            return [_taken(leaf, cut, here, index) for leaf, cut in zip(arrays, cuts, strict=True)]
+            return [_block_of(leaf, cut, here, index) for leaf, cut in zip(arrays, cuts, strict=True)]
 
         def put_block(arrays: list[Any], blocks: list[Any], index: jax.Array) -> list[Any]:
             return [
@@ -237,6 +239,6 @@ def in_blocks(tree: Any, count: int, most: int) -> list[Any]:
     return [jax.tree.map(lambda flat, k=k: block(flat, k), tree) for k in range(count)]
 
 
-def _taken(array: jax.Array, cut: int, blocks: int, index: jax.Array) -> jax.Array:
+def _block_of(array: jax.Array, cut: int, blocks: int, index: jax.Array) -> jax.Array:
     size = array.shape[cut] // blocks
     return jax.lax.dynamic_slice_in_dim(array, index * size, size, cut)

@@ -126,7 +126,7 @@ class BlockPrograms:
         self, selection: Selection, own: list[Any], common: list[Any], parts: Parts, numbers: Numbers, hparams: Hparams
     ) -> tuple[list[Any], list[Any], jax.Array]:
         """(arrays, the optimizer's own numbers, float32[1] the sum of the squares of the changes) after a step, of some
-        parameters or a block of each, as `Selection.apart` gives them."""
+        parameters or a block of each, as `Selection.leaves` gives them."""
         before = params, opt_state = selection.tree(own, common)
         grads = self.gradient(parts, numbers.weight)
         rule = self.optimizer.build(self.optimizer.for_batch(hparams, self.batch), numbers.step, numbers.norm)

@@ -14,11 +14,11 @@ import numpy as np
 
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.blocks.block_programs import Inputs
-from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, moved
-from roxxel_dist.train.exact.blocks.selection import Selection, joined
+from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, run_across
+from roxxel_dist.train.exact.blocks.selection import Selection, merge_selections
 from roxxel_dist.train.exact.blocks.slices import Cut, Gather, free
 from roxxel_dist.train.exact.blocks.spread_blocks import SpreadGroup
-from roxxel_dist.train.exact.layout import Layout
+from roxxel_dist.train.exact.layout import ShardLayout
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.reduction import Programs
@@ -40,14 +40,14 @@ class Arrays:
     def whole(self, parts: Sequence[TrainState], models: Sequence[Model]) -> list[list[jax.Array]]:
         """By device; the slices are given back."""
         wholes = [part._replace(params=model.params) for part, model in zip(parts, models, strict=True)]
-        arrays = self.gather.run([self.selection.apart(whole)[0] for whole in wholes])
+        arrays = self.gather.run([self.selection.leaves(whole)[0] for whole in wholes])
         for part in parts:
-            free(self.selection.apart(part)[0], self.like)
+            free(self.selection.leaves(part)[0], self.like)
         return arrays
 
     def numbers(self, parts: Sequence[TrainState]) -> list[list[jax.Array]]:
         """The optimizer's own numbers, by device."""
-        return [self.selection.apart(part)[1] for part in parts]
+        return [self.selection.leaves(part)[1] for part in parts]
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,24 @@ class Group:
     """Parameters that each device updates whole, and then keeps its slices of."""
 
     arrays: Arrays
-    across: Sequence[Any]
+    gathers: Sequence[Any]
     """Gather each chunk of their gradients; empty where a device has them."""
     update: Programs
 
     def run(
-        self, layout: Layout, parts: Sequence[TrainState], models: Sequence[Model], grads: Sequence[Any], inputs: Inputs
+        self,
+        layout: ShardLayout,
+        parts: Sequence[TrainState],
+        models: Sequence[Model],
+        grads: Sequence[Any],
+        inputs: Inputs,
     ) -> tuple[list[Any], list[Any], jax.Array]:
         """(the arrays as they are kept, the optimizer's own numbers, by device; the squares of the changes).
 
         `grads` are what a device has added up, or all where it has them.
         """
-        if self.across:
-            grads = gathered(layout, self.across, grads)
+        if self.gathers:
+            grads = gather_chunks(layout, self.gathers, grads)
         wholes, common = self.arrays.whole(parts, models), self.arrays.numbers(parts)
         done = [
             update(whole, *args, *given)
@@ -83,10 +88,10 @@ class BlockGroup:
     selection: Selection
     params: Leaves
     """As shapes with shardings."""
-    across: Sequence[Any]
+    gathers: Sequence[Any]
     """Gather each chunk of the gradients of blocks that a device updates; empty where it has added them up."""
-    apart: Programs
-    """Takes these apart; likewise."""
+    split: Programs
+    """Splits these into blocks; likewise."""
     take: Programs
     """Empty where a device has one block."""
     put: Programs
@@ -113,14 +118,12 @@ class BlockGroup:
 
         `chunks` and `grads` are what a device has added up: of all its blocks, and of each.
         """
-        if self.across:
-            every = gathered(self.squares.layout, self.across, chunks)
-            grads = [apart(own) for apart, own in zip(self.apart, every, strict=True)]
+        if self.gathers:
+            every = gather_chunks(self.squares.layout, self.gathers, chunks)
+            grads = [split(own) for split, own in zip(self.split, every, strict=True)]
             del every
         chunks.clear()
-        for model in models:  # the slices are what is updated
-            free([model.params[name] for name in self.params], list(self.params.values()))
-        own, common = self.selection.of_each(parts)
+        own, common = self.selection.take_slices(parts, models, self.params)
         squares: list[list[jax.Array]] = [[] for _ in parts]
         for k in range(self.count):
             for i, update in enumerate(self.update):  # every device has something to do at once
@@ -138,14 +141,14 @@ class SquaresOfBlocks:
 
     names: Sequence[str]
     """Of the chunks of the first group, whose gradients are passed on."""
-    apart: Programs
+    split: Programs
     """(shares, other totals) -> (the gradients of each block, the weight of the sums)."""
     squares_of: Programs
     gather: BlockNumbers
 
     def run(self, shares: list[Packed], totals: list[Packed]) -> tuple[list[list[list[jax.Array]]], list[jax.Array]]:
         """(the gradients of each block of the first group, the squares of all blocks), by device of this process."""
-        opened = [apart(*own) for apart, *own in zip(self.apart, shares, totals, strict=True)]
+        opened = [split(*own) for split, *own in zip(self.split, shares, totals, strict=True)]
         squares = [
             [square(block, weight) for block in blocks]
             for square, (blocks, weight) in zip(self.squares_of, opened, strict=True)
@@ -157,7 +160,7 @@ class SquaresOfBlocks:
 class BlockUpdate:
     """(states, models, totals, counts) -> (states, metrics), by device of this process."""
 
-    layout: Layout
+    layout: ShardLayout
     names: Sequence[Sequence[str]]
     """Of the packed chunks of each group of large parameters; the first one is that of `blocks`."""
     squares: SquaresOfBlocks | None
@@ -197,16 +200,18 @@ class BlockUpdate:
         rests = self.cut_rest.run([own[1].rest for own in found])
         states = []
         for i, part in enumerate(parts):
-            params, opt_state = joined(part, [selection.tree(own[i], common[i]) for selection, own in done])
+            params, opt_state = merge_selections(part, [selection.tree(own[i], common[i]) for selection, own in done])
             states.append(TrainState(found[i][1].step, params, rests[i], opt_state, found[i][1].health))
         return states, self.norm(found[0][3], changes)
 
 
-def gathered(layout: Layout, programs: Sequence[Any], chunks: Sequence[list[jax.Array]]) -> list[list[jax.Array]]:
+def gather_chunks(
+    layout: ShardLayout, programs: Sequence[Any], chunks: Sequence[list[jax.Array]]
+) -> list[list[jax.Array]]:
     """What programs for each chunk give, by device of this process; the chunks are given back."""
     found: list[list[jax.Array]] = [[] for _ in chunks]
     for program in programs:
-        for own, chunk in zip(found, moved(layout, program, [each.pop(0) for each in chunks]), strict=True):
+        for own, chunk in zip(found, run_across(layout, program, [each.pop(0) for each in chunks]), strict=True):
             own.append(chunk)
     return found
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.train.exact.blocks.blocks import Blocks
-from roxxel_dist.train.exact.layout import SHARDS, Layout
+from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
 from roxxel_dist.train.exact.packing import TILE
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
@@ -20,7 +20,7 @@ from roxxel_dist.train.step.compile import Compile, CompileForEach
 class Ownership:
     """Ranges of blocks, by device of `layout.line`."""
 
-    layout: Layout
+    layout: ShardLayout
     count: int
     """Of all blocks."""
     owned: tuple[range, ...]
@@ -30,7 +30,7 @@ class Ownership:
     """Whether what it updates is what it keeps."""
 
     @classmethod
-    def of_blocks(cls, layout: Layout, blocks: Blocks, leaves: Sequence[tuple[str, Any]]) -> "Ownership":
+    def of_blocks(cls, layout: ShardLayout, blocks: Blocks, leaves: Sequence[tuple[str, Any]]) -> "Ownership":
         """For arrays that are updated in blocks, by the names of their parameters, with shardings."""
         found = [_owned(layout, blocks, name, leaf) for name, leaf in leaves]
         is_cut = bool(found) and found[0] is not None and all(each == found[0] for each in found)
@@ -60,7 +60,7 @@ class Ownership:
         """The blocks of the largest share."""
         return max(map(len, self.shares))
 
-    def of_here(self, ranges: Sequence[range]) -> list[range]:
+    def on_this_process(self, ranges: Sequence[range]) -> list[range]:
         """Those of the devices of this process."""
         places = {device: i for i, device in enumerate(self.layout.line.devices.flat)}
         return [ranges[places[device]] for device in self.layout.devices]
@@ -68,21 +68,21 @@ class Ownership:
     def pieces(self, flat: jax.Array) -> jax.Array:
         """[devices, M]: what is sent to each device that adds it up, of all blocks, [1, N]."""
         order = [own[min(i, len(own) - 1)] for own in self.shares for i in range(self.most)]
-        return _taken(flat.reshape(self.count, -1), order).reshape(len(self.shares), -1)
+        return _rows_in_order(flat.reshape(self.count, -1), order).reshape(len(self.shares), -1)
 
     def gather_team(self, flat: jax.Array) -> jax.Array:
         """[1, N], the blocks that a device updates, from its share; within a shard_map over all devices."""
         team = self.teams[0]
         groups = None if len(self.teams) == 1 else self.teams
         own = flat.reshape(self.most, -1)
-        return _gathered(own, [self.shares[i] for i in team], self.owned[team[0]], groups).reshape(1, -1)
+        return _gather_blocks(own, [self.shares[i] for i in team], self.owned[team[0]], groups).reshape(1, -1)
 
     def gather_all(self, flat: jax.Array) -> jax.Array:
         """[1, N], all blocks, likewise."""
-        return _gathered(flat.reshape(self.most, -1), self.shares, range(self.count)).reshape(1, -1)
+        return _gather_blocks(flat.reshape(self.most, -1), self.shares, range(self.count)).reshape(1, -1)
 
 
-def _owned(layout: Layout, blocks: Blocks, name: str, leaf: Any) -> tuple[range, ...] | None:
+def _owned(layout: ShardLayout, blocks: Blocks, name: str, leaf: Any) -> tuple[range, ...] | None:
     """The blocks that each device has of an array; None where its slices are no blocks."""
     cut, found = blocks.dimensions[name], {}
     for device, place in leaf.sharding.devices_indices_map(leaf.shape).items():
@@ -94,12 +94,12 @@ def _owned(layout: Layout, blocks: Blocks, name: str, leaf: Any) -> tuple[range,
     return tuple(found[device] for device in layout.line.devices.flat)
 
 
-def _taken(rows: jax.Array, order: list[int]) -> jax.Array:
+def _rows_in_order(rows: jax.Array, order: list[int]) -> jax.Array:
     """Rows in this order."""
     return rows if order == list(range(rows.shape[0])) else rows[np.array(order)]
 
 
-def _gathered(
+def _gather_blocks(
     own: jax.Array, ranges: Sequence[range], wanted: range, groups: list[list[int]] | None = None
 ) -> jax.Array:
     """What devices have of the `wanted` blocks, in their order; each has those of one of the `ranges`, in [most, …]."""
@@ -107,21 +107,21 @@ def _gathered(
     every = jax.lax.all_gather(whole[None], SHARDS, axis_index_groups=groups, tiled=True)
     every = every[:, : own.size].reshape(-1, *own.shape[1:])
     places = {block: i * own.shape[0] + k for i, each in enumerate(ranges) for k, block in enumerate(each)}
-    return _taken(every, [places[block] for block in wanted])
+    return _rows_in_order(every, [places[block] for block in wanted])
 
 
 @dataclass(frozen=True)
 class BlockNumbers:
     """Gives each device a number of each block, from the devices that have computed it."""
 
-    layout: Layout
+    layout: ShardLayout
     stack: Sequence[Any]
-    across: Any
+    gather: Any
     """None where there is one device."""
 
     @classmethod
     def compile_numbers(
-        cls, layout: Layout, count: int, ranges: Sequence[range], here: Sequence[range], compile_one: Compile,
+        cls, layout: ShardLayout, count: int, ranges: Sequence[range], here: Sequence[range], compile_one: Compile,
         for_each: CompileForEach,
     ) -> "BlockNumbers":  # fmt: skip
         """For devices that compute these of `count` blocks; `here` are those of this process."""
@@ -139,23 +139,25 @@ class BlockNumbers:
             return cls(layout, stack, None)
 
         def gather_numbers(own: jax.Array) -> jax.Array:
-            return _gathered(own[0], ranges, range(count))[None]
+            return _gather_blocks(own[0], ranges, range(count))[None]
 
-        return cls(layout, stack, across(layout, gather_numbers, (layout.line.size, most), compile_one))
+        return cls(layout, stack, compile_across(layout, gather_numbers, (layout.line.size, most), compile_one))
 
     def run(self, numbers: list[list[jax.Array]]) -> list[jax.Array]:
         """float32[1, count], by device of this process, from float32[1] of each of its blocks."""
-        return moved(self.layout, self.across, [stack(own) for stack, own in zip(self.stack, numbers, strict=True)])
+        return run_across(
+            self.layout, self.gather, [stack(own) for stack, own in zip(self.stack, numbers, strict=True)]
+        )
 
 
-def across(layout: Layout, function: Any, shape: tuple[int, ...], compile_one: Compile) -> Any:
+def compile_across(layout: ShardLayout, function: Any, shape: tuple[int, ...], compile_one: Compile) -> Any:
     """The program of a function of what lies on each device of a float32 array of such a shape, [devices, …]."""
     spec = P(SHARDS)
     mapped = jax.shard_map(function, mesh=layout.line, in_specs=spec, out_specs=spec, check_vma=False)
     return compile_one(jax.jit(mapped), (jax.ShapeDtypeStruct(shape, np.float32, sharding=layout.cut),), layout.line)
 
 
-def moved(layout: Layout, program: Any, own: Sequence[jax.Array]) -> list[jax.Array]:
+def run_across(layout: ShardLayout, program: Any, own: Sequence[jax.Array]) -> list[jax.Array]:
     """What such a program gives, by device of this process; as it is where there is none."""
     if program is None:
         return list(own)

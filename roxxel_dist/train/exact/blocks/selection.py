@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from roxxel_dist.model.split import Leaves
+from roxxel_dist.train.exact.blocks.slices import free
 from roxxel_dist.train.step.state import TrainState
 
 
@@ -27,29 +29,40 @@ class Selection:
         leaves, treedef = jax.tree.flatten_with_path(_chosen(state, chosen, every))
         return cls(chosen, every, treedef, tuple(_owner(path, every) for path, _ in leaves))
 
-    def apart(self, state: TrainState) -> tuple[list[Any], list[Any]]:
+    def leaves(self, state: TrainState) -> tuple[list[Any], list[Any]]:
         """(arrays of these parameters, the numbers that are of all)."""
         leaves = jax.tree.leaves(_chosen(state, self.names, self.every))
         pairs = list(zip(leaves, self.owners, strict=True))
         return [leaf for leaf, owner in pairs if owner], [leaf for leaf, owner in pairs if not owner]
 
-    def of_each(self, parts: Sequence[TrainState]) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Both of each of these, by device."""
-        found = [self.apart(part) for part in parts]
+    def leaves_by_device(self, parts: Sequence[TrainState]) -> tuple[list[list[Any]], list[list[Any]]]:
+        """Both of each state, by device."""
+        found = [self.leaves(part) for part in parts]
         return [own for own, _ in found], [numbers for _, numbers in found]
 
+    def take_slices(
+        self, parts: Sequence[TrainState], models: Sequence[Any], params: Leaves
+    ) -> tuple[list[list[Any]], list[list[Any]]]:
+        """`leaves_by_device`, whose slices are updated: the gathered parameters of the models are given back.
+
+        `params` has these by name, as shapes with shardings.
+        """
+        for model in models:
+            free([model.params[name] for name in params], list(params.values()))
+        return self.leaves_by_device(parts)
+
     def tree(self, own: Sequence[Any], numbers: Sequence[Any]) -> Any:
-        """(the parameters, the optimizer's state of them) of what `apart` gave."""
+        """(the parameters, the optimizer's state of them) of what `leaves` gave."""
         first, second = iter(own), iter(numbers)
         return jax.tree.unflatten(self.treedef, [next(first if owner else second) for owner in self.owners])
 
     @property
     def names_of_own(self) -> list[str]:
-        """The parameter of each array that `apart` gives."""
+        """The parameter of each array that `leaves` gives."""
         return [owner for owner in self.owners if owner]
 
 
-def joined(state: TrainState, trees: Sequence[Any]) -> Any:
+def merge_selections(state: TrainState, trees: Sequence[Any]) -> Any:
     """(parameters, the optimizer's state) in the order of a state, of trees of `Selection`s of all of them; numbers
     that are of all come from the first one."""
     every = frozenset(state.params)

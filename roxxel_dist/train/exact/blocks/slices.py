@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.train.exact.layout import Layout, copies
+from roxxel_dist.train.exact.layout import ShardLayout, copies
 from roxxel_dist.train.exact.reduction import Programs
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
@@ -29,14 +29,14 @@ def free(arrays: Sequence[jax.Array], like: Sequence[Any]) -> None:
 class Gather:
     """Gives each device whole trees, of those of its slices. What is not cut is passed on."""
 
-    layout: Layout
+    layout: ShardLayout
     like: Sequence[Any]
     """The leaves of the whole tree, with shardings."""
     program: Any
     """None where no leaf is cut."""
 
     @classmethod
-    def compile_gather(cls, layout: Layout, like: Any, compile_one: Compile) -> "Gather":
+    def compile_gather(cls, layout: ShardLayout, like: Any, compile_one: Compile) -> "Gather":
         """For trees such as `like`."""
         leaves = jax.tree.leaves(like)
 
@@ -78,7 +78,7 @@ class Cut:
     """Empty where no leaf is cut."""
 
     @classmethod
-    def compile_cut(cls, layout: Layout, like: Any, for_each: CompileForEach) -> "Cut":
+    def compile_cut(cls, layout: ShardLayout, like: Any, for_each: CompileForEach) -> "Cut":
         """For trees such as `like`."""
         leaves = jax.tree.leaves(like)
         if not (cut := [leaf for leaf in leaves if is_cut(leaf)]):

@@ -20,8 +20,7 @@ from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.blocks.block_programs import Inputs
 from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, Ownership
 from roxxel_dist.train.exact.blocks.selection import Selection
-from roxxel_dist.train.exact.blocks.slices import free
-from roxxel_dist.train.exact.layout import SHARDS, Layout, copies
+from roxxel_dist.train.exact.layout import SHARDS, ShardLayout, copies
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.reduction import Programs
 from roxxel_dist.train.step.compile import Compile
@@ -101,7 +100,7 @@ def _as_bits(x: jax.Array) -> jax.Array:
 class SpreadArrays:
     """Gives each device blocks of arrays, and takes them back."""
 
-    layout: Layout
+    layout: ShardLayout
     like: Sequence[Any]
     """As shapes, with shardings."""
     fetch: Any
@@ -109,7 +108,7 @@ class SpreadArrays:
 
     @classmethod
     def compile_spread(
-        cls, layout: Layout, like: Sequence[Any], cuts: Sequence[int], count: int, compile_one: Compile
+        cls, layout: ShardLayout, like: Sequence[Any], cuts: Sequence[int], count: int, compile_one: Compile
     ) -> "SpreadArrays":
         """For arrays, with the dimensions along which each of them is cut into so many blocks."""
         slices = [Slice(leaf, cut, leaf.shape[cut] // count) for leaf, cut in zip(like, cuts, strict=True)]
@@ -132,9 +131,9 @@ class SpreadArrays:
             put=compile_one(put, (list(like), blocks, index), layout.mesh),
         )
 
-    def joined(self, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+    def global_arrays(self, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """Global arrays of the slices of the devices of this process."""
-        return [_joined(leaf.shape, leaf.sharding, each) for leaf, *each in zip(self.like, *parts, strict=True)]
+        return [_global_array(leaf.shape, leaf.sharding, each) for leaf, *each in zip(self.like, *parts, strict=True)]
 
     def block(self, arrays: list[jax.Array], index: jax.Array) -> list[list[jax.Array]]:
         """A block of each, by device of this process."""
@@ -145,10 +144,10 @@ class SpreadArrays:
     ) -> list[jax.Array]:
         """The arrays with a block of each, which all devices have."""
         whole = NamedSharding(self.layout.mesh, P())
-        return self.put(arrays, [_joined(each[0].shape, whole, each) for each in zip(*block, strict=True)], index)
+        return self.put(arrays, [_global_array(each[0].shape, whole, each) for each in zip(*block, strict=True)], index)
 
 
-def _joined(shape: tuple[int, ...], sharding: NamedSharding, parts: Sequence[jax.Array]) -> jax.Array:
+def _global_array(shape: tuple[int, ...], sharding: NamedSharding, parts: Sequence[jax.Array]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, list(parts), dtype=parts[0].dtype)
 
 
@@ -201,7 +200,7 @@ class SpreadGroup:
         layout = self.arrays.layout
         on = [[jax.device_put(np.int32(k), device) for device in layout.devices] for k in range(self.count)]
         mesh, line = (NamedSharding(each, P()) for each in (layout.mesh, layout.line))
-        return [(_joined((), mesh, each), _joined((), line, each)) for each in on]
+        return [(_global_array((), mesh, each), _global_array((), line, each)) for each in on]
 
     def run(
         self,
@@ -217,10 +216,8 @@ class SpreadGroup:
         """
         layout = self.arrays.layout
         grads.clear()
-        for model in models:  # the slices are what is updated
-            free([model.params[name] for name in self.params], list(self.params.values()))
-        own, common = self.selection.of_each(parts)
-        arrays, sums = self.arrays.joined(own), [layout.along(each) for each in zip(*chunks, strict=True)]
+        own, common = self.selection.take_slices(parts, models, self.params)
+        arrays, sums = self.arrays.global_arrays(own), [layout.along(each) for each in zip(*chunks, strict=True)]
         chunks.clear()
         squares: list[list[jax.Array]] = [[] for _ in parts]
         for on_mesh, on_line in self.numbers:

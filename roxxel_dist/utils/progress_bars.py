@@ -9,7 +9,7 @@ PLAIN_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressBars:
     """Prints lines and bars, or nothing if it is not enabled."""
 
     enabled: bool
