@@ -61,6 +61,7 @@ PROGRAMS = (
     Program(name="sweep_driver", part="sweep"),
     Program(name="sweep_scale", part="sweep"),
     Program(name="sweep_engines", part="sweep"),
+    Program(name="sweep_unseen", part="sweep"),
     Program(name="sweep_mixtures", part="sweep"),
     Program(name="sweep_mixint", part="sweep", words=("--instances", "5", "--all")),
     Program(name="sweep_schedulers", part="sweep"),

@@ -2,6 +2,7 @@
 
 import atexit
 import shutil
+import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,11 @@ def suggest(trial: Any, parameters: Mapping[str, Mapping[str, Any]]) -> dict[str
     for name, spec in parameters.items():
         if "values" in spec:
             params[name] = trial.suggest_categorical(name, spec["values"])
+        elif spec.get("distribution") == "q_uniform":
+            params[name] = trial.suggest_float(name, spec["min"], spec["max"], step=spec["q"])
+        elif spec.get("distribution") == "normal":
+            place = trial.suggest_float(name, 1e-6, 1 - 1e-6)
+            params[name] = statistics.NormalDist(spec["mu"], spec["sigma"]).inv_cdf(place)
         elif isinstance(spec["min"], int):
             params[name] = trial.suggest_int(name, spec["min"], spec["max"])
         else:
@@ -45,9 +51,12 @@ class Optuna:
 
     def ask(self) -> tuple[int, dict[str, Any]]:
         trial = self._study.ask()
-        params = suggest(trial, self._parameters)
+        params = self.suggest(trial)
         self._trials[trial.number] = trial
         return trial.number, params
+
+    def suggest(self, trial: Any) -> dict[str, Any]:
+        return suggest(trial, self._parameters)
 
     def tell(self, trial: int, value: float | None) -> None:
         from optuna.trial import TrialState

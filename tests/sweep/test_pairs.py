@@ -30,6 +30,7 @@ DRAWS = {
     "heavy tails": lambda rng: rng.standard_t(3, PAIRS) / math.sqrt(3),
     "outliers": lambda rng: rng.standard_normal(PAIRS) * np.where(rng.random(PAIRS) < 0.1, 5, 0.8),
     "correlated seeds": lambda rng: np.subtract(*seed_noise(rng, 0.9)) / math.sqrt(0.2),
+    "skewed trainings": lambda rng: np.subtract(*np.exp(rng.standard_normal((2, PAIRS)))) / 3.06,
     "unlike pairs": lambda rng: rng.standard_normal(PAIRS) * np.exp(rng.standard_normal(PAIRS) / 2),
 }
 TRUTHS = {"A/A": (0.0, DIFFERENT), "A/A within D": (0.0, SAME), "just above D": (1.001, SAME), "half of D": (0.5, SAME)}
@@ -60,6 +61,26 @@ def test_a_verdict_is_wrong_in_a_tenth_of_studies_at_most(draw, truth, studies):
     assert wrong <= 0.1 * studies
 
 
+SKEWED = {
+    "lognormal, skewness 0.8": (lambda rng: np.exp(0.25 * rng.standard_normal(PAIRS)) - math.exp(1 / 32), 0.08),
+    "lognormal, 1.75": (lambda rng: np.exp(0.5 * rng.standard_normal(PAIRS)) - math.exp(1 / 8), 0.1),
+    "exponential, 2": (lambda rng: rng.exponential(size=PAIRS) - 1, 0.13),
+    "lognormal, 6.2": (lambda rng: np.exp(rng.standard_normal(PAIRS)) - math.exp(1 / 2), 0.19),
+}
+"""Differences with a mean of 0, and the share of wrong verdicts: 5.2, 7.5, 10.6 and 16.5 % of 4,000 studies. Without
+the transformation they are 7.2, 10.9, 17.6 and 27.7 %."""
+
+
+@pytest.mark.parametrize("name", [*list(SKEWED)[2:], *(pytest.param(one, marks=pytest.mark.long) for one in SKEWED)])
+def test_skewed_differences_with_a_mean_of_zero(name, request):
+    """What one side does that now and then fails to learn: the level holds where the skewness is 2 at most."""
+    studies = 800 if request.node.get_closest_marker("long") else STUDIES
+    draw, most = SKEWED[name]
+    wrong = sum(last(draw(np.random.default_rng(number)), DIFFERENT)[0] != "undecided" for number in range(studies))
+    print(name, wrong / studies)
+    assert wrong <= most * studies
+
+
 def test_an_interval_that_is_made_for_one_look_is_wrong_far_more_often():
     """What the confidence sequence is for: this measure can tell."""
     wrong = 0
@@ -70,10 +91,11 @@ def test_an_interval_that_is_made_for_one_look_is_wrong_far_more_often():
     assert wrong > 0.25 * STUDIES
 
 
-@pytest.mark.parametrize(("effect", "most"), [(0.75, 0.5), (1.0, 0.55), (1.5, 0.6), (2.0, 0.7), (3.0, 0.85)])
+@pytest.mark.parametrize(("effect", "most"), [(0.75, 0.55), (1.0, 0.6), (1.5, 0.75), (2.0, 0.85), (3.0, 1.0)])
 def test_it_needs_fewer_pairs_than_one_look_of_the_same_power(effect, most):
-    """Effects in deviations of a difference. Where as many pairs may be trained as are needed, it finds all of them;
-    one look of power 0.999 needs 39, 23, 13, 8 and 5 pairs."""
+    """Effects in deviations of a difference. Where as many pairs may be trained as are needed, it finds all of them,
+    after 0.49, 0.53, 0.71, 0.76 and 0.96 of the pairs of one look of power 0.999, which are 41, 24, 11, 8 and 5.
+    Without the transformation for skewness that is 0.44, 0.48, 0.61, 0.64 and 0.80."""
     needed = []
     for number in range(STUDIES):
         given = effect + np.random.default_rng(number).standard_normal(120)
@@ -156,12 +178,10 @@ def test_the_verdict_has_no_scale(scale):
 
 def test_the_interval_is_what_the_evidence_does_not_reject():
     given = np.random.default_rng(3).standard_normal(7).tolist()
-    mean, low, high = interval(given, 0.9)
-    inside, outside = (
-        compare(pairs([one - end for one in given]), DIFFERENT, 1.0).verdict for end in (low + 1e-6, low - 1e-6)
-    )
-    assert (inside, outside) == ("undecided", "B")
-    assert mean - low == pytest.approx(high - mean)
+    _, low, high = interval(given, 0.9)
+    ends = (low + 1e-6, low - 1e-6, high - 1e-6, high + 1e-6)
+    found = [compare(pairs([one - end for one in given]), DIFFERENT, 1.0).verdict for end in ends]
+    assert found == ["undecided", "B", "undecided", "A"]
     assert half_width(2, 0.9) == math.inf
     widths = [half_width(count, 0.9) for count in range(3, 400)]
     assert widths == sorted(widths, reverse=True)

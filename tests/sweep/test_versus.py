@@ -235,7 +235,7 @@ def test_a_comparison_that_is_over_starts_nothing_and_is_shown(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "run_sweep", None)
     made_versus(tmp_path, [-0.1, -0.11, -0.1])
-    verdict = "A is better by 0.103 (0.0736 to 0.133; 90 %, 3 pairs)"
+    verdict = "A is better by 0.103 (0.0736 to 0.154; 90 %, 3 pairs)"
     assert main(["versus", "--study", "compared"]) == 0
     assert capfd.readouterr().out.splitlines()[-1] == verdict
     assert main(["versus", "--study", "compared", "--json"]) == 0

@@ -174,7 +174,8 @@ class Law:
         sets, and coefficients are drawn by it.
         And where the law of one set bends too much, so do others: a draw has the same place in the order of members.
         """
-        place, gamma = rng.random(count), rng.gamma(_shape(len(self.trials)), size=count)
+        # c and e were found by the same trials: two of them say nothing of the noise.
+        place, gamma = rng.random(count), rng.gamma(_shape(len(self.trials) - 4), size=count)
         trials, size = len(self.trials), len(self.members[0][0].beta)
         noise = rng.standard_normal((count, trials + size, len(self.members))) @ self.mixing
         found = []
