@@ -188,6 +188,7 @@ STORIES = {
         hosts=4,
         days=1.0,
         work={"bug": 0, "bug_rank": None},
+        job={"max_restarts": 3},
         code=75,
     ),
 }
