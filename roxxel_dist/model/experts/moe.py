@@ -22,7 +22,7 @@ from roxxel_dist.model.experts.exchange import rows_at, through_experts
 from roxxel_dist.model.experts.grouped_products import grouped_product, missing_kernel
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
-from roxxel_dist.model.mlp import Activation, activation, hidden_sizes, initializers
+from roxxel_dist.model.mlp import Activation, Balance, activation, hidden_sizes, initializers
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -169,8 +169,8 @@ class MixtureOfExperts(nnx.Module):
         return spent // self.n_experts * (self.n_experts - self.top_k)
 
     @jax.named_scope(EXPERTS)
-    def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, L, dim] to [B, L, dim], and float32[]: the balance of this call's tokens, see `balance_of`."""
+    def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, Balance]:
+        """[B, L, dim] to [B, L, dim], and the balance of this call's tokens, see `balance_of`."""
         x_NxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
         probability_NxE = jax.nn.softmax(self.router(x_NxD))
         chosen_NxK, gates_NxK = choose(probability_NxE, self.top_k)
@@ -196,15 +196,15 @@ def choose(probability_NxE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array
     return chosen_NxK, gates_NxK if top_k == 1 else gates_NxK / gates_NxK.sum(1, keepdims=True)
 
 
-def balance_of(probability_NxE: jax.Array, chosen_NxK: jax.Array) -> jax.Array:
-    """float32[]: E x the sum over experts of (share of the tokens' choices) x (mean probability).
+def balance_of(probability_NxE: jax.Array, chosen_NxK: jax.Array) -> Balance:
+    """Its loss is E x the sum over experts of (share of the tokens' choices) x (mean probability), with these shares.
 
-    1 if all experts get equally many tokens, E if one gets all. The shares have no gradient; the probabilities do, and
-    those of busy experts weigh more (Switch; GShard, Lepikhin et al., 2020).
+    It is 1 if all experts get equally many tokens, E if one gets all. The shares have no gradient; the probabilities
+    do, and those of busy experts weigh more (Switch; GShard, Lepikhin et al., 2020).
     """
     count = probability_NxE.shape[1]
     share_E = jax.nn.one_hot(chosen_NxK, count).mean((0, 1))
-    return count * (share_E * probability_NxE.mean(0)).sum()
+    return Balance(count * (share_E * probability_NxE.mean(0)).sum(), jnp.float32(share_E))
 
 
 def by_device(
