@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import transformer
 from runs import losses as of_run
@@ -13,6 +15,10 @@ from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, sc
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.devices.program_cost import program_cost
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.experts import moe
+from roxxel_dist.model.experts.moe import MixtureOfExperts
+from roxxel_dist.model.generate import Sampling, generate_rows, stream
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.exact.layout import check_shapes
@@ -169,3 +175,37 @@ def test_what_cannot_be_is_one_line_with_the_nearest_that_works(fields, message)
         check()
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("axes", [{"expert": 4}, pytest.param({"expert": 2, "fsdp": 2}, marks=pytest.mark.long)])
+def test_text_of_a_model_whose_experts_are_divided(axes):
+    """The tokens of one device, for prompts of any length and number."""
+    model = transformer(**SMALL | {"init_std": 0.3, "max_context": 256, "vocab_size": 97})
+    named = NamedOptimizer(OptimizerConfig(lr=1e-3, warmup_steps=0))
+    split, state, hparams = init_state(model, InitialState(named, False), make_mesh(4, **axes), fsdp="fsdp" in axes)
+    divided = split.merge(state.params, state.rest, hparams, training=False)
+    prompts = [list(range(1, length)) for length in (2, 9, 70)]
+    options = {"max_context": 256, "sampling": Sampling(temperature=0.9), "seeds": [1, 2, 3]}
+    expected = generate_rows(model, prompts, 12, **options)
+    assert generate_rows(divided, prompts, 12, **options) == expected
+    assert len({tuple(row) for row in expected}) == 3
+    assert (
+        list(stream(divided, prompts[1], 5, max_context=256, sampling=Sampling(temperature=0.9), seed=2))
+        == (expected[1][:5])
+    )
+
+
+def test_a_few_tokens_do_not_gather_the_experts(monkeypatch):
+    """Of groups of rows, as on TPUs: XLA alone sends each device all matrices for a single token."""
+    monkeypatch.setattr(moe, "by_groups", lambda *sizes: True)
+    mesh, layer = make_mesh(4, expert=4), MixtureOfExperts(ModelConfig(**SMALL), nnx.Rngs(0))
+    graphdef, state = nnx.split(layer)
+    x, run = np.ones((1, 3, 32), np.float32), jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)[0])
+    expected = run(state, x)
+    places = [NamedSharding(mesh, spec) for spec in (P(), P("expert"))]
+    spread = jax.tree.map_with_path(lambda path, leaf: jax.device_put(leaf, places["router" not in str(path)]), state)
+    with jax.set_mesh(mesh):
+        program = run.lower(spread, x).compile()
+    np.testing.assert_allclose(program(spread, x), expected, rtol=1e-4, atol=1e-8)
+    sent = program_cost(program.as_text(), [0] * 4).collectives
+    assert sum(sent.values()) < 4 * 2 * x.nbytes

@@ -18,7 +18,7 @@ from roxxel_dist.cluster.mesh import EXPERT, FSDP, TENSOR, device_type
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES
 from roxxel_dist.cluster.step_parts import EXPERTS
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.experts.exchange import rows_at, through_experts
+from roxxel_dist.model.experts.exchange import of_own_experts, rows_at, through_experts
 from roxxel_dist.model.experts.grouped_products import grouped_product, missing_kernel
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
@@ -218,30 +218,35 @@ def by_device(
     """`experts`, each device for its own share of the rows, if the current mesh divides them.
 
     Devices along "tensor" have the same rows, and a share of the hidden units of every expert; those along "expert"
-    have a share of the experts, if it divides them, and rows go there and back.
+    have a share of the experts, if it divides them, and rows go there and back. Rows that the mesh does not divide, as
+    the few of a text that is generated, are on all devices then, and each computes those of its experts.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
     hidden = second_ExFxD.shape[1]
     shares = TENSOR if automatic and mesh.shape.get(TENSOR, 1) > 1 and hidden % mesh.shape[TENSOR] == 0 else None
     rows = tuple(axis for axis in mesh.axis_names if axis != shares) if automatic else ()
-    if not automatic or mesh.size == 1 or x_NxD.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
+    parts = mesh.shape.get(EXPERT, 1) if automatic else 1
+    divided = EXPERT if parts > 1 and len(second_ExFxD) % parts == 0 else None
+    everywhere = x_NxD.shape[0] % math.prod(mesh.shape[axis] for axis in rows) > 0
+    if not automatic or mesh.size == 1 or (everywhere and not divided):
         return experts(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD, activate)
-
-    divided = EXPERT if mesh.shape.get(EXPERT, 1) > 1 and len(second_ExFxD) % mesh.shape[EXPERT] == 0 else None
 
     def compute(x: jax.Array, expert: jax.Array, matrices: tuple[jax.Array, jax.Array]) -> jax.Array:
         return experts(x, expert, jnp.ones(expert.shape, jnp.float32), *matrices, activate)
 
     def local(x: jax.Array, chosen: jax.Array, gates: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-        if divided:
+        if everywhere:
+            y_NxD = gated(gates, of_own_experts(x, chosen, (first, second), compute))
+        elif divided:
             y_NxD = gated(gates, through_experts(x, chosen, (first, second), len(second), compute, rows))
         else:
             y_NxD = experts(x, chosen, gates, first, second, activate)
         return y_NxD if shares is None else jax.lax.psum(y_NxD, shares)
 
     # XLA cannot partition a sort, or a loop over its result: without this it repeats all of it on every device.
-    specs = (P(rows), P(rows), P(rows), P(divided, None, None, shares), P(divided, shares))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(rows), check_vma=False)(
+    of_rows = P() if everywhere else P(rows)
+    specs = (of_rows, of_rows, of_rows, P(divided, None, None, shares), P(divided, shares))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=of_rows, check_vma=False)(
         x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD
     )
