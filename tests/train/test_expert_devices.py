@@ -114,7 +114,8 @@ def test_losses_are_those_of_one_device(name, devices, experts, request):
     axes = {"tensor": options.pop("tensor", 1), "fsdp": 0 if options.get("fsdp") else 1}
     steps = 30 if request.node.get_closest_marker("long") else 3
     found, _ = trained(make_mesh(devices, expert=experts, **axes), fields, steps, **options)
-    np.testing.assert_allclose(found[:, :2], alone(name, steps)[:, :2], rtol=1e-6)
+    rtol = 1e-6 if axes["tensor"] == 1 else 2e-6  # sums in two parts are off by as much with all experts on each device
+    np.testing.assert_allclose(found[:, :2], alone(name, steps)[:, :2], rtol=rtol)
     np.testing.assert_allclose(found, alone(name, steps), rtol=2e-5)
 
 
@@ -212,7 +213,10 @@ def test_what_cannot_be_is_one_line_with_the_nearest_that_works(fields, message)
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("axes", [{"expert": 4}, pytest.param({"expert": 2, "fsdp": 2}, marks=pytest.mark.long)])
+TEXTS = [{"expert": 4}, *(pytest.param({"expert": 2, axis: 2}, marks=pytest.mark.long) for axis in ("fsdp", "tensor"))]
+
+
+@pytest.mark.parametrize("axes", TEXTS)
 def test_text_of_a_model_whose_experts_are_divided(axes):
     """The tokens of one device, for prompts of any length and number."""
     model = transformer(**SMALL | {"init_std": 0.3, "max_context": 256, "vocab_size": 97})

@@ -43,6 +43,7 @@ long = pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "devices", "options"),
     [
+        pytest.param((8, 17), 1, {"gradient_checkpointing": True}, id="what is computed again", marks=long),
         pytest.param((8, 17), 2, {"grad_accum": 2}, id="micro-batches"),
         pytest.param((2, 49), 2, {"virtual_shards": 4}, id="virtual shards of rows that are cut", marks=long),
         pytest.param((8, 17), 2, {"virtual_shards": 4, "grad_accum": 2}, id="virtual shards", marks=long),
@@ -52,7 +53,9 @@ long = pytest.mark.long
     ],
 )
 def test_the_load_is_that_of_all_tokens_of_a_step(shape, devices, options):
-    model, options = transformer(**FIELDS), dict(options)
+    options = dict(options)
+    again = {"gradient_checkpointing": options.pop("gradient_checkpointing", False)}
+    model = transformer(**FIELDS | again)
     expected = by_hand(model, shape)
     assert expected.shape == (2, 4)
     assert expected.max() > 1.1, "experts differ"
