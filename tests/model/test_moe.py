@@ -60,7 +60,7 @@ def by_hand(moe, x, top_k, bend="silu"):
 def every_expert(moe, x):
     """The same, each expert computed for each token: what the gradients are compared with."""
     rows = x.reshape(-1, x.shape[-1])
-    chosen, gates = choose(jax.nn.softmax(rows @ moe.router.kernel[...]), moe.top_k)
+    chosen, gates = choose(jax.nn.softmax(rows @ moe.router.kernel[...]), moe.top_k, divides=moe.divides)
     weights = (jax.nn.one_hot(chosen, moe.n_experts) * gates[..., None]).sum(1)
     inner = moe.activate(jnp.einsum("nd,edpf->nepf", rows, moe.gate_up[...]))
     return jnp.einsum("ne,neh,ehd->nd", weights, inner, moe.down[...]).reshape(x.shape)
@@ -130,7 +130,7 @@ def test_gradients_are_those_of_computing_every_expert(fields):
 def test_both_forms_are_the_same():
     """`ragged` is what runs on a TPU; here it is only slower."""
     moe, x = layer(n_experts=5), tokens(90)
-    chosen, gates = nnx.jit(lambda moe, x: choose(jax.nn.softmax(moe.router(x)), 2))(moe, x)
+    chosen, gates = nnx.jit(lambda moe, x: choose(jax.nn.softmax(moe.router(x)), 2, divides=True))(moe, x)
 
     def run(form):
         def total(x, gates, first, second):

@@ -37,6 +37,10 @@ OURS = {
     "qwen2": {"qkv_bias": True, "rope_scale_factor": 4.0, "sliding_window": True, "context_window": 6},
     "qwen3": {"qk_norm": "head", "n_heads": 4, "head_size": 12, "weight_tying": False},
     "qwen3_moe": {"qk_norm": "head", "use_moe": True, "n_experts": 3, "top_k_mlp": 1, "hidden_dim": 20},
+    "qwen3_moe_plain": {
+        "qk_norm": "head", "use_moe": True, "n_experts": 3, "norm_topk_prob": False, "rope_scale_factor": 2.0
+    },
+    "olmoe": {"qk_norm": "projection", "use_moe": True, "norm_topk_prob": False, "weight_tying": False},
     "olmo2": {"qk_norm": "projection", "norm_position": "after", "kv_heads": 1, "norm_eps": 1e-3},
     "gemma2": GEMMA | {"sliding_window_pattern": 2, "attn_softcap": 2.0, "query_pre_attn_scalar": 20.0},
     "gemma3": GEMMA | {
@@ -94,6 +98,14 @@ THEIRS = {
     },
     "qwen3_moe_first": {  # of one expert the weight is its probability
         "model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 24,
+    },
+    "olmoe": {
+        "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False,
+        "num_key_value_heads": 4,
+    },
+    "olmoe_divides": {
+        "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "num_key_value_heads": 2, "tie_word_embeddings": True,
     },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 1},
     "gemma2": {"model_type": "gemma2", "num_hidden_layers": 3, "attn_logit_softcapping": 2.0, **THEIR_GEMMA},

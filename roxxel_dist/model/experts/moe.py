@@ -140,6 +140,7 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.n_experts: int = config.n_experts
         self.top_k: int = config.top_k_mlp
+        self.divides: bool = config.top_k_mlp > 1 and config.norm_topk_prob
         self.activate: Activation = activation(config.activation, gated=config.use_swiglu)
         count, hidden = hidden_sizes(config)
         init, init_out = initializers(config)
@@ -173,7 +174,7 @@ class MixtureOfExperts(nnx.Module):
         """[B, L, dim] to [B, L, dim], and the balance of this call's tokens, see `balance_of`."""
         x_NxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
         probability_NxE = jax.nn.softmax(self.router(x_NxD))
-        chosen_NxK, gates_NxK = choose(probability_NxE, self.top_k)
+        chosen_NxK, gates_NxK = choose(probability_NxE, self.top_k, divides=self.divides)
         first, second = (self._matrices(name).astype(x_NxD.dtype) for name in ("gate_up", "down"))
         y_NxD = by_device(x_NxD, chosen_NxK, gates_NxK, first, second, self.activate)
         return y_NxD.reshape(x_BxLxD.shape), balance_of(probability_NxE, chosen_NxK)
@@ -184,8 +185,9 @@ class MixtureOfExperts(nnx.Module):
         return kernel if adapter is None else adapter.merged(kernel)
 
 
-def choose(probability_NxE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """(int32[N, k] the most probable experts of each token, float32[N, k] their weights).
+def choose(probability_NxE: jax.Array, top_k: int, *, divides: bool) -> tuple[jax.Array, jax.Array]:
+    """(int32[N, k] the most probable experts of each token, float32[N, k] their weights: the probabilities, divided by
+    their sum if it `divides`).
 
     Of equal probabilities the expert with the lower number is chosen.
     """
@@ -193,7 +195,7 @@ def choose(probability_NxE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array
     # Not the values of top_k: their gradient is a scatter, one number at a time on a CPU.
     one_hot_NxKxE = jax.nn.one_hot(chosen_NxK, probability_NxE.shape[1])
     gates_NxK = (one_hot_NxKxE * probability_NxE[:, None]).sum(2)
-    return chosen_NxK, gates_NxK if top_k == 1 else gates_NxK / gates_NxK.sum(1, keepdims=True)
+    return chosen_NxK, gates_NxK / gates_NxK.sum(1, keepdims=True) if divides else gates_NxK
 
 
 def balance_of(probability_NxE: jax.Array, chosen_NxK: jax.Array) -> Balance:
