@@ -190,6 +190,8 @@ class FeedForwardConfig:
     """Experts of a layer with use_moe."""
     top_k_mlp: int = 2
     """Experts that a token is routed to with use_moe (num_experts_per_tok)."""
+    norm_topk_prob: bool = True
+    """Divide the weights of a token's experts by their sum, as Mixtral does, where top_k_mlp is above 1."""
     alpha_balance: float = 0.01
     """Auxiliary loss coefficient of use_moe: weight of the loss that balances the load of the experts."""
 

@@ -25,7 +25,7 @@ PLAIN: dict[str, Any] = {
     "qkv_bias": False, "qk_norm": "none", "norm_position": "before", "norm_unit_offset": False,
     "scale_embeddings": False, "attn_softcap": None, "logit_softcap": None, "query_pre_attn_scalar": None,
     "sliding_window": False, "sliding_window_pattern": None, "rope_local_theta": None, "partial_rotary_factor": 1.0,
-    "no_rope_layer_interval": None, "use_moe": False, "rope_scale_factor": 1.0,
+    "no_rope_layer_interval": None, "use_moe": False, "norm_topk_prob": True, "rope_scale_factor": 1.0,
 }  # fmt: skip
 """The fields in which families differ, each with the value that turns it off."""
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -74,8 +74,8 @@ def _qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": config.sliding_window, **_window(config), "attention_bias": False,
         "num_experts": config.n_experts, "num_experts_per_tok": config.top_k_mlp,
-        "moe_intermediate_size": hidden_sizes(config)[1], "norm_topk_prob": config.top_k_mlp > 1,
-        "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "moe_intermediate_size": hidden_sizes(config)[1], "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "norm_topk_prob": config.top_k_mlp > 1 and config.norm_topk_prob,
     }  # fmt: skip
 
 
@@ -137,9 +137,18 @@ FAMILIES = {
         lambda config: {**_qwen_window(config), "attention_bias": False}, _no_bias("attention_bias"), ("head_dim",),
     ),
     "qwen3_moe": Family(
-        "Qwen3 MoE", "Qwen3MoeForCausalLM", {"qk_norm": "head"} | EXPERTS, frozenset({"sliding_window", SCALED}),
+        "Qwen3 MoE", "Qwen3MoeForCausalLM", {"qk_norm": "head"} | EXPERTS,
+        frozenset({"sliding_window", "norm_topk_prob", SCALED}),
         _qwen3_moe, {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         ("num_key_value_heads", "moe_intermediate_size", "num_experts_per_tok"),
+    ),
+    "olmoe": Family(
+        "OLMoE", "OlmoeForCausalLM", {"qk_norm": "projection"} | EXPERTS, frozenset({"norm_topk_prob", SCALED}),
+        lambda config: {
+            **_no_bias("attention_bias"), "clip_qkv": None, "num_experts": config.n_experts,
+            "num_experts_per_tok": config.top_k_mlp, "norm_topk_prob": config.top_k_mlp > 1 and config.norm_topk_prob,
+        },
+        {"attention_bias": False, "clip_qkv": None}, ("num_experts", "num_experts_per_tok"), eps=1e-5,
     ),
     "olmo2": Family(
         "OLMo 2", "Olmo2ForCausalLM", {"qk_norm": "projection", "norm_position": "after"}, frozenset({SCALED}),
@@ -180,6 +189,7 @@ FAMILIES = {
 def family_of(config: ModelConfig) -> str:
     """The `model_type` that a config is exported as: the family that has most of its features."""
     marks = {
+        "olmoe": config.use_moe and config.qk_norm == "projection" and config.norm_position == "before",
         "gemma": config.norm_unit_offset or config.norm_position == "both" or config.scale_embeddings,
         "olmo2": config.norm_position == "after" or config.qk_norm == "projection",
         "qwen3": config.qk_norm == "head",
@@ -263,6 +273,8 @@ def _unsaid(config: ModelConfig, name: str, family: Family) -> Iterator[str]:
     for own, wanted, why in NOWHERE:
         if (value := getattr(config, own)) != wanted:
             yield f"{own} is {value!r}: {why}"
+    if name == "olmoe" and heads_are_wide(config):
+        yield f"head_size is {config.head_size}: in OLMoE n_heads x head_size is dim"
     if name == "mixtral" and config.top_k_mlp == 1:
         yield "top_k_mlp is 1: Mixtral divides the weight of the one expert by itself, and here it is the probability"
     for own, plain in PLAIN.items():
@@ -280,7 +292,15 @@ def _unsaid(config: ModelConfig, name: str, family: Family) -> Iterator[str]:
         yield f"rope_scale_factor is {config.rope_scale_factor}: {rule}"
 
 
+def heads_are_wide(config: ModelConfig) -> bool:
+    """Whether the heads together are not as wide as the model."""
+    heads, _, size = config.heads()
+    return heads * size != config.dim
+
+
 def _has_no_effect(name: str, config: ModelConfig) -> bool:
+    if name == "norm_topk_prob":
+        return not config.use_moe or config.top_k_mlp == 1
     if name in ("rope_scale_factor", "rope_local_theta", "partial_rotary_factor", "no_rope_layer_interval"):
         return config.pos_encoding != "rotary"
     return name == "sliding_window_pattern" and not config.sliding_window
@@ -382,9 +402,7 @@ def _experts(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list
     divides = name == "mixtral" or bool(values.get("norm_topk_prob", False))
     if top_k == 1 and divides:
         problems.append("num_experts_per_tok is 1: the one expert's weight is 1 there, and its probability here")
-    if top_k > 1 and not divides:
-        problems.append("norm_topk_prob is False: it must be True; weights of experts are divided by their sum")
-    return {"n_experts": count, "top_k_mlp": top_k}, problems
+    return {"n_experts": count, "top_k_mlp": top_k, "norm_topk_prob": divides or top_k == 1}, problems
 
 
 def _of_gemma(values: Mapping[str, Any], name: str, size: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh, replicate
 from roxxel_dist.model.attention.kv_cache import Cache
@@ -199,10 +199,11 @@ def generate_rows(
         ]
     else:
         options = partial(sampling_inputs, sampling, stop_ids=stop_ids, known_V=known_V)
-        running, options = _begin(graphdef, state, kept, max_context, seeds, options)
-        until_B = np.zeros(running.done_B.shape, np.int32)
-        until_B[: len(room)] = room
-        new_BxC = np.asarray(_decode(graphdef, state, running, until_B, options).new_BxC)
+        with _mesh_of(state):
+            running, options = _begin(graphdef, state, kept, max_context, seeds, options)
+            until_B = np.zeros(running.done_B.shape, np.int32)
+            until_B[: len(room)] = room
+            new_BxC = np.asarray(_decode(graphdef, state, running, until_B, options).new_BxC)
         rows = [row[:count].tolist() for row, count in zip(new_BxC, room, strict=False)]
     ends = [next((i for i, token in enumerate(row) if token in stop_ids), len(row)) for row in rows]
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
@@ -231,10 +232,12 @@ def stream(
         return
     graphdef, state = _evaluating(model)
     options = partial(sampling_inputs, sampling, stop_ids=stop_ids, known_V=known_V)
-    running, inputs = _begin(graphdef, state, [kept], max_context, [seed], options)
+    with _mesh_of(state):
+        running, inputs = _begin(graphdef, state, [kept], max_context, [seed], options)
     for i in range(min(max_new_tokens, max_context - len(kept))):
         if i:
-            running = _decode(graphdef, state, running, np.full(1, i + 1, np.int32), inputs)
+            with _mesh_of(state):
+                running = _decode(graphdef, state, running, np.full(1, i + 1, np.int32), inputs)
         token = int(running.token_B[0])
         if token in stop_ids:
             return
@@ -316,6 +319,16 @@ def _mesh_for(state: Any, rows: int, length: int) -> Mesh | None:
         return None
     devices = jax.local_devices(backend=next(iter(places)).platform)
     return phase_mesh(make_mesh(devices=devices), rows) if len(devices) > 1 else None
+
+
+def _mesh_of(state: Any) -> contextlib.AbstractContextManager[Any]:
+    """Sets the mesh that a model is divided over, if it is: its layers then find their devices, as in training."""
+    for leaf in jax.tree.leaves(state):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+            mesh: Any = sharding.mesh
+            return jax.set_mesh(mesh)
+    return contextlib.nullcontext()
 
 
 def _places(state: Any) -> set[Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,15 @@ from roxxel_dist.model.config import ACTIVATIONS, ModelConfig
 from roxxel_dist.model.lora import linear
 
 Activation = Callable[[jax.Array], jax.Array]
+
+
+class Balance(NamedTuple):
+    """How evenly the experts of a layer are used, or those of a stack of layers."""
+
+    loss: jax.Array
+    """float32[]: of a layer 1 where all experts get equally many tokens; of a stack the sum; 0 without experts."""
+    load: jax.Array | None = None
+    """float32[experts]: of a layer the share of its tokens' choices that each has; of a stack [layers, experts]."""
 
 
 class FeedForward(nnx.Module):
@@ -35,9 +45,9 @@ class FeedForward(nnx.Module):
         self.down: nnx.LinearGeneral = linear(config, "mlp", hidden, config.dim, (TENSOR, FSDP), init_out, rngs)
 
     @jax.named_scope(MLP)
-    def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, L, dim] to [B, L, dim], and a float32[] 0, the balance loss without experts (see `MixtureOfExperts`)."""
-        return self.down(self.activate(self.gate_up(x_BxLxD))), jnp.zeros((), jnp.float32)
+    def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, Balance]:
+        """[B, L, dim] to [B, L, dim], and the balance without experts (see `MixtureOfExperts`)."""
+        return self.down(self.activate(self.gate_up(x_BxLxD))), Balance(jnp.zeros((), jnp.float32))
 
 
 def hidden_sizes(config: ModelConfig) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from roxxel_dist.model.attention.blocked import Blocks
 from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.model.attention.mask import Mask
 from roxxel_dist.model.layers import DynamicScalar
+from roxxel_dist.model.mlp import Balance
 from roxxel_dist.model.transformer import Block
 
 
@@ -51,8 +52,8 @@ def before_attention(block: Block, x_NxCxD: jax.Array, position_NxC: jax.Array) 
 
 def after_attention(
     block: Block, x_NxCxD: jax.Array, mixed: jax.Array, normed_NxCxD: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """[N, C, D] the output of a block, and float32[] the balance of its experts.
+) -> tuple[jax.Array, Balance]:
+    """[N, C, D] the output of a block, and the balance of its experts.
 
     Args:
         block: with its random streams.

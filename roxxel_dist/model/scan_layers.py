@@ -1,7 +1,7 @@
 """All blocks as one module: each array is stacked, with the block as its first axis, and a loop runs over them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from roxxel_dist.model.attention.kv_cache import AttentionMetadata, LayerCache
 from roxxel_dist.model.attention.mask import RESIDUALS
 from roxxel_dist.model.config import GradientCheckpointing
 from roxxel_dist.model.layers import STACKED, DynamicScalar
+from roxxel_dist.model.mlp import Balance
 
 
 def stack_of(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
@@ -49,8 +50,8 @@ def run_stack(
     scan: bool,
     remat: GradientCheckpointing,
     period: int = 1,
-) -> tuple[jax.Array, jax.Array, tuple[LayerCache, ...] | None]:
-    """Run all blocks in order: [B, L, dim], the sum of their balance losses, and the cache of each.
+) -> tuple[jax.Array, Balance, tuple[LayerCache, ...] | None]:
+    """Run all blocks in order: [B, L, dim], the balance of their experts, and the cache of each.
 
     Args:
         blocks: from `stack_of`; the call advances its random streams.
@@ -90,7 +91,7 @@ def run_stack(
             return x_BxLxD, rest
 
         x_BxLxD, (balances, streams) = jax.lax.scan(step, x_BxLxD, (params, streams))
-        balance = balances.sum()
+        balance = Balance(balances.loss.sum(), balances.load)
     elif scan and caches is None and count >= 2 * period:
         x_BxLxD, balance, streams = _scan_periods(run, x_BxLxD, (params, streams), count, period)
     else:
@@ -99,7 +100,7 @@ def run_stack(
             x_BxLxD, *rest = run(i, x_BxLxD, *leaves, None if caches is None else caches[i])
             results.append(rest)
         balances, after, updated = zip(*results, strict=True)
-        balance, streams = jnp.asarray(sum(balances)), jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)
+        balance, streams = _of_stack(balances), jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)
         caches = None if caches is None else updated
     if not blocks.deterministic:
         nnx.update(blocks, streams)
@@ -108,11 +109,11 @@ def run_stack(
 
 def _scan_periods(
     run: Callable[..., Any], x_BxLxD: jax.Array, leaves: Any, count: int, period: int
-) -> tuple[jax.Array, jax.Array, Any]:
+) -> tuple[jax.Array, Balance, Any]:
     """Layers that come again after a period: a loop over whole periods, and then the layers that are left.
 
     Returns:
-        The output, the sum of balance losses, and the stacked streams.
+        The output, the balance of all experts, and the stacked streams.
     """
     whole = count // period
 
@@ -122,7 +123,7 @@ def _scan_periods(
             x_BxLxD, *rest, _ = run(i, x_BxLxD, params, streams, None)
             results.append(rest)
         balances, after = zip(*results, strict=True)
-        return x_BxLxD, (jnp.asarray(sum(balances)), jax.tree.map(lambda *each: jnp.stack(each), *after))
+        return x_BxLxD, (_of_stack(balances), jax.tree.map(lambda *each: jnp.stack(each), *after))
 
     def step(x_BxLxD: jax.Array, leaves: Any) -> Any:
         return layers(x_BxLxD, _unstacked(leaves, period))
@@ -132,12 +133,19 @@ def _scan_periods(
 
     x_BxLxD, (balances, streams) = jax.lax.scan(step, x_BxLxD, jax.tree.map(in_periods, leaves))
     streams = jax.tree.map(lambda leaf: leaf.reshape(whole * period, *leaf.shape[2:]), streams)
+    load = jax.tree.map(lambda leaf: leaf.reshape(whole * period, -1), balances.load)
     if not (left := count - whole * period):
-        return x_BxLxD, balances.sum(), streams
+        return x_BxLxD, Balance(balances.loss.sum(), load), streams
     last = jax.tree.map(lambda leaf: leaf[whole * period :], leaves)
     x_BxLxD, (balance, more) = layers(x_BxLxD, _unstacked(last, left))
     streams = jax.tree.map(lambda *parts: jnp.concatenate(parts), streams, more)
-    return x_BxLxD, balances.sum() + balance, streams
+    load = jax.tree.map(lambda *parts: jnp.concatenate(parts), load, balance.load)
+    return x_BxLxD, Balance(balances.loss.sum() + balance.loss, load), streams
+
+
+def _of_stack(layers: Sequence[Balance]) -> Balance:
+    losses, loads = zip(*layers, strict=True)
+    return Balance(jnp.asarray(sum(losses)), jax.tree.map(lambda *load: jnp.stack(load), *loads))
 
 
 def layer_of(blocks: Any, index: int) -> Any:

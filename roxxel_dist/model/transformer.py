@@ -21,7 +21,7 @@ from roxxel_dist.model.config import ModelConfig, NormPosition
 from roxxel_dist.model.experts.moe import MixtureOfExperts
 from roxxel_dist.model.layers import Dropout, DynamicScalar, Embedding, Norm, logits_of, make_norm, sinusoids
 from roxxel_dist.model.lora import LoRAParam, linear
-from roxxel_dist.model.mlp import FeedForward
+from roxxel_dist.model.mlp import Balance, FeedForward
 from roxxel_dist.model.parametrization import rescale
 from roxxel_dist.model.scan_layers import layer_of, run_stack, stack_of
 from roxxel_dist.process.exit_codes import UserError
@@ -51,8 +51,8 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
-    ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
-        """[B, L, dim] to [B, L, dim], float32[] the balance of the experts (0 without), and the new cache."""
+    ) -> tuple[jax.Array, Balance, LayerCache | None]:
+        """[B, L, dim] to [B, L, dim], the balance of the experts, and the new cache."""
         mixed_BxLxD, cache = self.attention(self.attention_input(x_BxLxD), metadata, cache)
         return *self._feed(x_BxLxD, mixed_BxLxD, metadata.layer.length), cache
 
@@ -63,15 +63,13 @@ class Block(nnx.Module):
 
     def finish(
         self, x_BxLxD: jax.Array, mixed_BxLxHxK: jax.Array, normed_BxLxD: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Balance]:
         """[B, L, dim] and the balance, from the input, what the heads gathered, and with a gate the normed input."""
         with jax.named_scope(ATTENTION):
             mixed_BxLxD = self.attention.finish(mixed_BxLxHxK, normed_BxLxD)
         return self._feed(x_BxLxD, mixed_BxLxD)
 
-    def _feed(
-        self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array, length: int | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+    def _feed(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array, length: int | None = None) -> tuple[jax.Array, Balance]:
         after = self.norm_position != "before"
         x_BxLxD = self._added(x_BxLxD, mixed_BxLxD, self.post_attention_norm if after else None, length)
         fed_BxLxD = self._feedforward_input(x_BxLxD)
@@ -194,16 +192,16 @@ class Transformer(nnx.Module):
         cache: Cache | None = None,
         *,
         is_empty: bool = False,
-    ) -> tuple[jax.Array, jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, Balance, Cache | None]:
         """The final states, which `logits` turns into logits. Arguments and errors as of a call.
 
         Of a cache that `is_empty` nothing is read: then a long text needs no mask of all its tokens.
 
-        Training adds the balance loss, float32[], to the loss. It is alpha_balance x the sum over the blocks:
+        Training adds the loss of the balance to the loss. It is alpha_balance x the sum over the blocks:
         alpha_balance x num_blocks if all experts get equally many tokens, and 0 without experts.
 
         Returns:
-            [B, L, dim]; the balance loss; the cache, or None if none was given.
+            [B, L, dim]; the balance of the experts; the cache, or None if none was given.
         """
         length = tokens_BxL.shape[1]
         if length > self.config.max_context:
@@ -236,7 +234,7 @@ class Transformer(nnx.Module):
             period=self.config.period,
         )
         if self.config.use_moe:
-            balance *= self.alpha_balance[...]
+            balance = balance._replace(loss=balance.loss * self.alpha_balance[...])
         return self.final(x_BxLxD)[:, :length], balance, None if cache is None else cache._replace(layers=layers)
 
     def residual_stream(self, tokens_BxL: jax.Array) -> Iterator[jax.Array]:

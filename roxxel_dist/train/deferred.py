@@ -65,7 +65,7 @@ class DeferredMetrics:
 
     def check(self, metrics: Metrics) -> None:
         """Fetch what decides whether a step that is not logged was bad. Raises BadStep."""
-        self._check(self.fetch(metrics._replace(scalars={}, row_loss=None, row_weight=None)))
+        self._check(self.fetch(metrics._replace(scalars={}, row_loss=None, row_weight=None, load=None)))
 
     def fetch(self, values: Any) -> Any:
         """The values on the host."""

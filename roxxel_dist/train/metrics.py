@@ -23,6 +23,8 @@ from roxxel_dist.train.step.throughput import StepTimer, mfu, peak_memory_gb
 
 SHOW_EVERY_S = 0.1
 """Seconds between records of the progress: one at every step cost the loop about a tenth of a millisecond."""
+CROWDED, WELL = 4, 3
+"""So many times its even share make an expert crowded; below the second it is well again."""
 OF_VALIDATION = re.compile(r"val_(loss|bpb)(/|$)|val_bal$|train_eval_loss$|task/")
 
 
@@ -48,6 +50,7 @@ class MetricsLogger:
         self._last_step, self._start_step = last_step, start_step
         self._flops, self._computed, self._devices = flops_per_token, computed_flops, list(devices)
         self._loss: Any = None
+        self._crowded = False
         self._next_update = 0.0
 
     def log_row(self, plan: Plan, done: int, metrics: Metrics, losses: Mapping[str, float]) -> None:
@@ -64,9 +67,25 @@ class MetricsLogger:
         if metrics.row_loss is not None:
             more |= loss_by_dataset(metrics, plan.rows(done - 1).dataset, plan.datasets)
         digest = "" if metrics.digest is None else in_hex(metrics.digest)
+        if metrics.load is not None:
+            more |= expert_loads(load := even_shares(metrics.load))
+            self._warn_of_crowd(done, load)
         self._log.row(make_row(done, metrics.scalars, losses, more), digest)
         if done == self._last_step:
             self.update_progress(plan, done)  # it stays on the screen
+
+    def _warn_of_crowd(self, done: int, load_LxE: np.ndarray) -> None:
+        """Log a warning where an expert is crowded, and again only after all were well."""
+        most = float(load_LxE.max())
+        if most >= CROWDED * (1 - 1e-6) and not self._crowded:
+            layer, expert = np.unravel_index(load_LxE.argmax(), load_LxE.shape)
+            self._crowded = True
+            self._log.text(
+                f"warning: step {done}: expert {expert} of block {layer} (both from 0) has {most:.1f} times its even "
+                f"share of the tokens, so others learn little: raise alpha_balance, or lower lr"
+            )
+        elif most < WELL:
+            self._crowded = False
 
     def log_startup(self, sharding: NamedSharding, start: ResumePoint, *, finished: bool) -> None:
         """Log the devices, and where the run begins; the notes of `start` come last."""
@@ -141,6 +160,19 @@ def make_row(
     taken = {f"val_{name}" for name in values}
     names = (name for name in values if name not in own and name not in taken and not OF_VALIDATION.match(name))
     return own | {name: values[name] for name in names}
+
+
+def even_shares(load_LxE: Any) -> np.ndarray:
+    """float64[layers, experts]: the load of each expert, in any unit, as multiples of the mean of its layer."""
+    load_LxE = np.asarray(load_LxE, np.float64)
+    return load_LxE / np.maximum(load_LxE.mean(1, keepdims=True), np.finfo(np.float64).tiny)
+
+
+def expert_loads(load_LxE: np.ndarray) -> dict[str, float]:
+    """What a row says of such a load: the least and the most of any layer, and the mean of the most of each layer."""
+    busiest_L = load_LxE.max(1)
+    least, mean, most = load_LxE.min(), busiest_L.mean(), busiest_L.max()
+    return {"expert_load_min": float(least), "expert_load_mean": float(mean), "expert_load_max": float(most)}
 
 
 def loss_by_dataset(metrics: Metrics, dataset: Any, names: Sequence[str]) -> dict[str, float]:

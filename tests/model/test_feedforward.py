@@ -35,7 +35,7 @@ def test_against_plain_numpy(name, gated):
     y, balance = nnx.jit(lambda layer, x: layer(x))(layer, x)
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
-    assert float(balance) == 0
+    assert float(balance.loss) == 0
 
 
 def test_gated_or_plain_it_has_about_the_same_parameters():

@@ -183,7 +183,10 @@ def test_projections_of_a_block():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings is None: it must"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x': it must be a number above 0"),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok is 1"),
-        (QWEN3_MOE | {"norm_topk_prob": False}, "norm_topk_prob is False: it must be True"),
+        (
+            {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2, "clip_qkv": 8.0},
+            "clip_qkv is 8.0: it must be None",
+        ),
         (QWEN3_MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]: it must be \[\]"),
         (QWEN3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size must be there, a whole number"),
         (

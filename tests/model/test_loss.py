@@ -20,6 +20,7 @@ from roxxel_dist.model import cross_entropy as entropy
 from roxxel_dist.model import loss as loss_module
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import auto_chunks, next_token_loss, token_losses
+from roxxel_dist.model.mlp import Balance
 from roxxel_dist.model.split import cast, split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.process.exit_codes import UserError
@@ -36,7 +37,7 @@ class Through(nnx.Module):
         self.deterministic = False
 
     def __call__(self, x, metadata, cache):
-        return x, jnp.zeros(()), cache
+        return x, Balance(jnp.zeros(())), cache
 
 
 def taken(**fields):

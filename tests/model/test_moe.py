@@ -60,7 +60,7 @@ def by_hand(moe, x, top_k, bend="silu"):
 def every_expert(moe, x):
     """The same, each expert computed for each token: what the gradients are compared with."""
     rows = x.reshape(-1, x.shape[-1])
-    chosen, gates = choose(jax.nn.softmax(rows @ moe.router.kernel[...]), moe.top_k)
+    chosen, gates = choose(jax.nn.softmax(rows @ moe.router.kernel[...]), moe.top_k, divides=moe.divides)
     weights = (jax.nn.one_hot(chosen, moe.n_experts) * gates[..., None]).sum(1)
     inner = moe.activate(jnp.einsum("nd,edpf->nepf", rows, moe.gate_up[...]))
     return jnp.einsum("ne,neh,ehd->nd", weights, inner, moe.down[...]).reshape(x.shape)
@@ -94,7 +94,7 @@ def check_against_the_loop(moe, x, bend="silu"):
     assert np.abs(expected).max() > 0.05
     y, found = nnx.jit(lambda m, x: m(x))(moe, x)
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-5)  # a few units of float32 where tests compile fast
-    assert float(found) == pytest.approx(balance, rel=1e-5)
+    assert float(found.loss) == pytest.approx(balance, rel=1e-5)
 
 
 @pytest.mark.parametrize("busy", [[0, 1], [3, 1]])
@@ -107,7 +107,7 @@ def test_all_tokens_to_the_same_experts(busy):
     run = nnx.jit(nnx.grad(lambda m: ((found := m(x))[0].sum(), found), has_aux=True))
     grads, (y, found) = run(moe)
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-5)
-    assert float(found) == pytest.approx(balance, rel=1e-5)
+    assert float(found.loss) == pytest.approx(balance, rel=1e-5)
     used = [bool(np.abs(of_one).max() > 0) for of_one in np.asarray(grads.down[...])]
     assert used == [expert in busy for expert in range(4)]
 
@@ -130,7 +130,7 @@ def test_gradients_are_those_of_computing_every_expert(fields):
 def test_both_forms_are_the_same():
     """`ragged` is what runs on a TPU; here it is only slower."""
     moe, x = layer(n_experts=5), tokens(90)
-    chosen, gates = nnx.jit(lambda moe, x: choose(jax.nn.softmax(moe.router(x)), 2))(moe, x)
+    chosen, gates = nnx.jit(lambda moe, x: choose(jax.nn.softmax(moe.router(x)), 2, divides=True))(moe, x)
 
     def run(form):
         def total(x, gates, first, second):
@@ -181,8 +181,9 @@ def test_balance_is_one_when_all_are_equally_busy():
     even, one_sided = np.full((8, 4), 0.25, np.float32), np.zeros((8, 4), np.float32)
     chosen = np.arange(16).reshape(8, 2) % 4
     one_sided[:, 2] = 1
-    assert float(jax.jit(balance_of)(even, chosen)) == pytest.approx(1)
-    assert float(jax.jit(balance_of)(one_sided, np.full((8, 1), 2))) == pytest.approx(4)
+    assert float(jax.jit(balance_of)(even, chosen).loss) == pytest.approx(1)
+    assert float((one := jax.jit(balance_of)(one_sided, np.full((8, 1), 2))).loss) == pytest.approx(4)
+    assert np.asarray(one.load).tolist() == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_the_same_on_eight_devices(shape, mesh_is_set):
     def run(state, x):
         def loss(state, x):
             y, balance = nnx.merge(graphdef, state)(x)
-            return (y**2).mean() + balance, y
+            return (y**2).mean() + balance.loss, y
 
         return jax.grad(loss, argnums=(0, 1), has_aux=True)(state, x)
 
@@ -235,8 +236,8 @@ def test_in_bfloat16_the_router_is_exact():
 
     grads, (y, balance) = run(rounded, x)
     exact, (expected, expected_balance) = run(jax.tree.map(np.float32, rounded), np.float32(x))
-    assert (y.dtype, balance.dtype) == (jnp.bfloat16, jnp.float32)
-    assert float(balance) == float(expected_balance), "the same choices and probabilities"
+    assert (y.dtype, balance.loss.dtype) == (jnp.bfloat16, jnp.float32)
+    assert float(balance.loss) == float(expected_balance.loss), "the same choices and probabilities"
     np.testing.assert_allclose(np.float32(y), expected, atol=0.02 * np.abs(expected).max())
     for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True):
         assert one.dtype == jnp.bfloat16
@@ -258,11 +259,13 @@ def test_the_loss_and_the_balance_loss():
     @nnx.jit
     def found(model, x):
         states, balance, _ = model.states(x[:, :-1])
-        return balance, model.logits(states), model(x[:, :-1]), token_losses(model, x), next_token_loss(model, x)
+        return balance.loss, model.logits(states), model(x[:, :-1]), token_losses(model, x), next_token_loss(model, x)
 
     balance, logits, output, losses, whole = found(one, x)
     assert np.array_equal(logits, output)
-    assert set(losses) == {"loss", "row_loss", "balance_loss"}
+    assert set(losses) == {"loss", "row_loss", "balance_loss", "expert_load"}
+    assert losses["expert_load"].shape == (2, 4)
+    np.testing.assert_allclose(losses["expert_load"].sum(1), 1, rtol=1e-6)
     assert float(losses["balance_loss"]) == float(balance)
     assert 0.5 * 2 < float(balance) < 0.5 * 2 * 4, "of two blocks, from even to all on one of 4 experts"
     assert float(whole) == pytest.approx(float(losses["loss"]) + float(balance))

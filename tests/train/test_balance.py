@@ -27,9 +27,11 @@ def test_a_run_with_experts(tmp_path, capsys):
     for row in found:
         assert balanced * 0.9 < row["train_bal"] < 2 * balanced
         assert "balance_loss" not in row
+        assert 0 <= row["expert_load_min"] < 1 < row["expert_load_mean"] == row["expert_load_max"] <= 2, "of one block"
     assert [balanced * 0.9 < row["val_bal"] < 2 * balanced for row in found if "val_loss" in row] == [True] * 3
     last = found[-1]
     assert f"(Bal: {last['train_bal']:.4f}) | Val: {last['val_loss']:.4f} (Bal: {last['val_bal']:.4f})" in told(run)
+    assert f"| Busiest expert: {last['expert_load_max']:.1f}x" in told(run)
     capsys.readouterr()
     assert main(["eval", str(run), "--json"]) == 0
     again = json.loads(capsys.readouterr().out)

@@ -5,14 +5,18 @@ import os
 import subprocess
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
 from made_runs import TEXT, make_run
+from states import init_state
 
 from roxxel_dist import Transformer
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.model.generate import generate
+from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
 from roxxel_dist.weights.export import export_run
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +37,10 @@ OURS = {
     "qwen2": {"qkv_bias": True, "rope_scale_factor": 4.0, "sliding_window": True, "context_window": 6},
     "qwen3": {"qk_norm": "head", "n_heads": 4, "head_size": 12, "weight_tying": False},
     "qwen3_moe": {"qk_norm": "head", "use_moe": True, "n_experts": 3, "top_k_mlp": 1, "hidden_dim": 20},
+    "qwen3_moe_plain": {
+        "qk_norm": "head", "use_moe": True, "n_experts": 3, "norm_topk_prob": False, "rope_scale_factor": 2.0
+    },
+    "olmoe": {"qk_norm": "projection", "use_moe": True, "norm_topk_prob": False, "weight_tying": False},
     "olmo2": {"qk_norm": "projection", "norm_position": "after", "kv_heads": 1, "norm_eps": 1e-3},
     "gemma2": GEMMA | {"sliding_window_pattern": 2, "attn_softcap": 2.0, "query_pre_attn_scalar": 20.0},
     "gemma3": GEMMA | {
@@ -91,6 +99,14 @@ THEIRS = {
     "qwen3_moe_first": {  # of one expert the weight is its probability
         "model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 24,
     },
+    "olmoe": {
+        "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False,
+        "num_key_value_heads": 4,
+    },
+    "olmoe_divides": {
+        "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 1},
     "gemma2": {"model_type": "gemma2", "num_hidden_layers": 3, "attn_logit_softcapping": 2.0, **THEIR_GEMMA},
     "gemma3": {
@@ -134,6 +150,25 @@ def in_ci(names, *chosen):
 def logits(model):
     size = model.config.vocab_size
     return np.asarray(forward(model, np.arange(40, dtype=np.int32)[None] * 7 % size))
+
+
+def divided(model):
+    """The model with its experts on as many devices as divide them."""
+    experts = next(count for count in range(8, 0, -1) if model.config.n_experts % count == 0)
+    init = InitialState(NamedOptimizer(OptimizerConfig(lr=1e-3)), average=False)
+    split, state, hparams = init_state(model, init, make_mesh(experts, expert=experts))
+    return split.merge(state.params, state.rest, hparams, training=False)
+
+
+def check_divided(model, expected, added):
+    """Logits, and tokens that are added, are those of one device."""
+    if model.config.use_moe:
+        spread = divided(model)
+        matrices = spread.blocks.feedforward.down[...]
+        assert matrices.addressable_shards[0].data.size * len(matrices.sharding.device_set) == matrices.size
+        with jax.set_mesh(matrices.sharding.mesh):
+            np.testing.assert_allclose(logits(spread), expected, atol=CLOSE, rtol=0)
+        assert greedy(spread) == added
 
 
 @nnx.jit
@@ -183,7 +218,9 @@ def test_transformers_gives_our_logits_and_ids(exported, name):
     found, expected = np.load(work / name / "logits.npy"), logits(model)
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(found, expected, atol=CLOSE, rtol=0)
-    assert greedy(model) == np.load(work / name / "greedy.npy").tolist()
+    added = np.load(work / name / "greedy.npy").tolist()
+    assert greedy(model) == added
+    check_divided(model, found, added)
     assert ids[str(work / name)] == [Tokenizer.load(work / f"{name}_run" / "tokenizer.json").encode(TEXT)]
     assert len(list((work / name).glob("*.safetensors"))) == 1 or name == "mixtral"
     again = Transformer.from_pretrained(work / name)
@@ -196,6 +233,8 @@ def test_a_model_of_transformers_gives_its_logits_here(theirs, name):
     expected = np.load(theirs / name / "logits.npy")
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(logits(model), expected, atol=CLOSE, rtol=0)
-    assert greedy(model) == np.load(theirs / name / "greedy.npy").tolist()
+    added = np.load(theirs / name / "greedy.npy").tolist()
+    assert greedy(model) == added
+    check_divided(model, expected, added)
     if name == "mixtral":
         assert (theirs / name / "model.safetensors.index.json").exists()

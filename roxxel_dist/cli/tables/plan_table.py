@@ -171,6 +171,9 @@ def layouts_table(found: LayoutComparison) -> str:
         memory = each.state_bytes if step is None or step.peak_bytes is None else step.peak_bytes
         share = "" if found.device_bytes is None else f"{memory / found.device_bytes:.0%}"
         cells = ["does not fit", size(memory), share, "", "", ""]
+        if each.is_open:
+            about = "" if each.estimated_seconds is None else f", about {1000 * each.estimated_seconds:.3g} ms"
+            cells[0] = f"not compiled{about}"
         if step is not None and step.flops_per_device is not None:
             bounds = step.bound_seconds
             bound = max(bounds, key=lambda name: bounds[name], default="")
@@ -180,7 +183,7 @@ def layouts_table(found: LayoutComparison) -> str:
             cells[3:] = [size(sum(step.collectives.values())), ratio, bound]
         rows.append([each.lines, *cells])
     lines = [title, *aligned(rows)]
-    best = found.layouts[0] if found.layouts else None
+    best, is_open = found.layouts[0] if found.layouts else None, any(each.is_open for each in found.layouts)
     if best is not None and best.fits:
         lines += [
             "",
@@ -191,6 +194,7 @@ def layouts_table(found: LayoutComparison) -> str:
         [
             *lines,
             "",
+            *(["not compiled: by FLOPs and bytes alone it is worse than those that were", ""] if is_open else []),
             "roofline: every kernel and every transfer at the limit of the device, one after the other; a real step "
             "overlaps some of them, and none is faster",
         ]

@@ -94,6 +94,15 @@ def through_experts(
     return y_AxD.reshape(rows, top_k, -1)
 
 
+def of_own_experts(x_NxD: jax.Array, chosen_NxK: jax.Array, matrices: Any, compute: Compute) -> jax.Array:
+    """[N, K, D] as `through_experts`, where all devices have the same rows: no row is sent, and outputs are summed."""
+    (rows, top_k), count = chosen_NxK.shape, len(matrices[0])
+    chosen_Ax1 = chosen_NxK.reshape(-1, 1) - jax.lax.axis_index(EXPERT) * count
+    is_own = (chosen_Ax1 >= 0) & (chosen_Ax1 < count)
+    y_AxD = compute(jnp.repeat(x_NxD, top_k, 0), jnp.where(is_own, chosen_Ax1, count), matrices)
+    return jax.lax.psum(jnp.where(is_own, y_AxD, 0), EXPERT).reshape(rows, top_k, -1)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _in_blocks(
     compute: Compute, sizes: tuple[int, int], routes: Routes, more: jax.Array, x_NxD: jax.Array, matrices: Any

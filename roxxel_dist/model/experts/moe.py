@@ -18,11 +18,11 @@ from roxxel_dist.cluster.mesh import EXPERT, FSDP, TENSOR, device_type
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES
 from roxxel_dist.cluster.step_parts import EXPERTS
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.experts.exchange import rows_at, through_experts
+from roxxel_dist.model.experts.exchange import of_own_experts, rows_at, through_experts
 from roxxel_dist.model.experts.grouped_products import grouped_product, missing_kernel
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
-from roxxel_dist.model.mlp import Activation, activation, hidden_sizes, initializers
+from roxxel_dist.model.mlp import Activation, Balance, activation, hidden_sizes, initializers
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -140,6 +140,7 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.n_experts: int = config.n_experts
         self.top_k: int = config.top_k_mlp
+        self.divides: bool = config.top_k_mlp > 1 and config.norm_topk_prob
         self.activate: Activation = activation(config.activation, gated=config.use_swiglu)
         count, hidden = hidden_sizes(config)
         init, init_out = initializers(config)
@@ -169,11 +170,11 @@ class MixtureOfExperts(nnx.Module):
         return spent // self.n_experts * (self.n_experts - self.top_k)
 
     @jax.named_scope(EXPERTS)
-    def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, L, dim] to [B, L, dim], and float32[]: the balance of this call's tokens, see `balance_of`."""
+    def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, Balance]:
+        """[B, L, dim] to [B, L, dim], and the balance of this call's tokens, see `balance_of`."""
         x_NxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
         probability_NxE = jax.nn.softmax(self.router(x_NxD))
-        chosen_NxK, gates_NxK = choose(probability_NxE, self.top_k)
+        chosen_NxK, gates_NxK = choose(probability_NxE, self.top_k, divides=self.divides)
         first, second = (self._matrices(name).astype(x_NxD.dtype) for name in ("gate_up", "down"))
         y_NxD = by_device(x_NxD, chosen_NxK, gates_NxK, first, second, self.activate)
         return y_NxD.reshape(x_BxLxD.shape), balance_of(probability_NxE, chosen_NxK)
@@ -184,8 +185,9 @@ class MixtureOfExperts(nnx.Module):
         return kernel if adapter is None else adapter.merged(kernel)
 
 
-def choose(probability_NxE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """(int32[N, k] the most probable experts of each token, float32[N, k] their weights).
+def choose(probability_NxE: jax.Array, top_k: int, *, divides: bool) -> tuple[jax.Array, jax.Array]:
+    """(int32[N, k] the most probable experts of each token, float32[N, k] their weights: the probabilities, divided by
+    their sum if it `divides`).
 
     Of equal probabilities the expert with the lower number is chosen.
     """
@@ -193,18 +195,18 @@ def choose(probability_NxE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array
     # Not the values of top_k: their gradient is a scatter, one number at a time on a CPU.
     one_hot_NxKxE = jax.nn.one_hot(chosen_NxK, probability_NxE.shape[1])
     gates_NxK = (one_hot_NxKxE * probability_NxE[:, None]).sum(2)
-    return chosen_NxK, gates_NxK if top_k == 1 else gates_NxK / gates_NxK.sum(1, keepdims=True)
+    return chosen_NxK, gates_NxK / gates_NxK.sum(1, keepdims=True) if divides else gates_NxK
 
 
-def balance_of(probability_NxE: jax.Array, chosen_NxK: jax.Array) -> jax.Array:
-    """float32[]: E x the sum over experts of (share of the tokens' choices) x (mean probability).
+def balance_of(probability_NxE: jax.Array, chosen_NxK: jax.Array) -> Balance:
+    """Its loss is E x the sum over experts of (share of the tokens' choices) x (mean probability), with these shares.
 
-    1 if all experts get equally many tokens, E if one gets all. The shares have no gradient; the probabilities do, and
-    those of busy experts weigh more (Switch; GShard, Lepikhin et al., 2020).
+    It is 1 if all experts get equally many tokens, E if one gets all. The shares have no gradient; the probabilities
+    do, and those of busy experts weigh more (Switch; GShard, Lepikhin et al., 2020).
     """
     count = probability_NxE.shape[1]
     share_E = jax.nn.one_hot(chosen_NxK, count).mean((0, 1))
-    return count * (share_E * probability_NxE.mean(0)).sum()
+    return Balance(count * (share_E * probability_NxE.mean(0)).sum(), jnp.float32(share_E))
 
 
 def by_device(
@@ -218,30 +220,35 @@ def by_device(
     """`experts`, each device for its own share of the rows, if the current mesh divides them.
 
     Devices along "tensor" have the same rows, and a share of the hidden units of every expert; those along "expert"
-    have a share of the experts, if it divides them, and rows go there and back.
+    have a share of the experts, if it divides them, and rows go there and back. Rows that the mesh does not divide, as
+    the few of a text that is generated, are on all devices then, and each computes those of its experts.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
     hidden = second_ExFxD.shape[1]
     shares = TENSOR if automatic and mesh.shape.get(TENSOR, 1) > 1 and hidden % mesh.shape[TENSOR] == 0 else None
     rows = tuple(axis for axis in mesh.axis_names if axis != shares) if automatic else ()
-    if not automatic or mesh.size == 1 or x_NxD.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
+    parts = mesh.shape.get(EXPERT, 1) if automatic else 1
+    divided = EXPERT if parts > 1 and len(second_ExFxD) % parts == 0 else None
+    everywhere = x_NxD.shape[0] % math.prod(mesh.shape[axis] for axis in rows) > 0
+    if not automatic or mesh.size == 1 or (everywhere and not divided):
         return experts(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD, activate)
-
-    divided = EXPERT if mesh.shape.get(EXPERT, 1) > 1 and len(second_ExFxD) % mesh.shape[EXPERT] == 0 else None
 
     def compute(x: jax.Array, expert: jax.Array, matrices: tuple[jax.Array, jax.Array]) -> jax.Array:
         return experts(x, expert, jnp.ones(expert.shape, jnp.float32), *matrices, activate)
 
     def local(x: jax.Array, chosen: jax.Array, gates: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-        if divided:
+        if everywhere:
+            y_NxD = gated(gates, of_own_experts(x, chosen, (first, second), compute))
+        elif divided:
             y_NxD = gated(gates, through_experts(x, chosen, (first, second), len(second), compute, rows))
         else:
             y_NxD = experts(x, chosen, gates, first, second, activate)
         return y_NxD if shares is None else jax.lax.psum(y_NxD, shares)
 
     # XLA cannot partition a sort, or a loop over its result: without this it repeats all of it on every device.
-    specs = (P(rows), P(rows), P(rows), P(divided, None, None, shares), P(divided, shares))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(rows), check_vma=False)(
+    of_rows = P() if everywhere else P(rows)
+    specs = (of_rows, of_rows, of_rows, P(divided, None, None, shares), P(divided, shares))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=of_rows, check_vma=False)(
         x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD
     )

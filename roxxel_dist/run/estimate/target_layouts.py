@@ -6,17 +6,18 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from roxxel_dist.cluster.mesh import batch_sharding
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.devices.targets import Target, parse_target
+from roxxel_dist.devices.targets import GPUS, Target, parse_target
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.figures import EstimateRequest
 from roxxel_dist.run.estimate.inputs import for_target, open_components, plan_of, spans
+from roxxel_dist.run.estimate.layout_estimate import estimated_seconds, least_bytes
 from roxxel_dist.run.estimate.problems import checkpointing
 from roxxel_dist.run.estimate.target_phases import COMPILED_AT_ONCE, rebuild
 from roxxel_dist.run.estimate.target_process import Report
@@ -29,6 +30,9 @@ from roxxel_dist.train.steps import Steps
 
 TENSOR = (1, 2, 4, 8)
 """Devices along the tensor axis: with more the products of a device are small, and each layer sends more."""
+MOST_BLOCKS = {"tpu": 48, "gpu": 120}
+"""So many blocks are compiled in all, in steps that fit: about four minutes of two cores. A compiler of TPUs takes 35 s
+of one for a step and 6 s for each of its blocks, one of GPUs 23 s for 12 blocks."""
 UNDIVIDED: Mapping[str, Any] = {"fsdp": False, "fsdp_devices": 0, "tensor_devices": 1, "expert_devices": 1}
 
 
@@ -43,7 +47,11 @@ class LayoutCost:
     state_bytes: int
     """Of a device, with its part of the batch."""
     step: TargetStep | None
-    """What the target's compiler says; None: the state alone is too large, and nothing was compiled."""
+    """What the target's compiler says; None: nothing was compiled."""
+    estimated_seconds: float | None = None
+    """About what a step takes, by FLOPs, bytes of arrays and bytes sent: the order in which layouts are compiled."""
+    is_open: bool = False
+    """Whether nothing was compiled although it may fit: enough layouts with a lower estimate were."""
 
     @property
     def fits(self) -> bool:
@@ -52,11 +60,11 @@ class LayoutCost:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Its place: those that fit first, then by the roofline of the step, by what is sent, and by memory."""
-        of = self.step
+        """Its place: those that fit, then those not compiled; by the roofline of the step, what is sent, and memory."""
+        of, group = self.step, 0 if self.fits else 1 if self.is_open else 2
         if of is None or of.roofline_seconds is None:
-            return not self.fits, math.inf, math.inf, self.state_bytes
-        return not self.fits, of.roofline_seconds, sum(of.collectives.values()), of.peak_bytes or math.inf
+            return group, math.inf if of is not None else self.estimated_seconds or math.inf, math.inf, self.state_bytes
+        return group, of.roofline_seconds, sum(of.collectives.values()), of.peak_bytes or math.inf
 
     @property
     def lines(self) -> str:
@@ -139,26 +147,19 @@ def compare(target: TargetCompiler, components: RunComponents, run: Path | None 
         alone = components.steps(mesh, plan.total_steps).on_one_device()
     flops = alone.flops("training", batch)
 
-    # A model of the user's own decides itself what is computed again.
-    savers = checkpointing(components.config) if components.config.model is None else []
-
-    def cost(fields: Mapping[str, Any]) -> LayoutCost | None:
-        found = None
-        for saver in ({}, *savers):
-            tried = _cost(target, components, plan, stop - 1, batch, {**fields, **saver}, flops)
-            found = tried or found
-            if tried is None or tried.fits or tried.step is None:
-                break
-        return found
-
+    asked = _Question(target, components, plan, stop - 1, batch, flops)
+    made = [asked.prepared(fields) for fields in ways(components.config, mesh.size, target.hosts)]
+    left = sorted((each for each in made if each is not None), key=lambda each: each.cost.estimated_seconds or 0)
+    enough, found = most_compiled(components.config, target.target.kind), list[LayoutCost]()
     with ThreadPoolExecutor(COMPILED_AT_ONCE, "roxxel-target") as pool:
         try:
-            found = [
-                each for each in pool.map(cost, ways(components.config, mesh.size, target.hosts)) if each is not None
-            ]
+            while left and (wanted := enough - sum(each.fits for each in found)) > 0:
+                found += pool.map(asked.compiled, left[:wanted])
+                del left[:wanted]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # none of the others is begun
             raise
+    found += [dataclasses.replace(each.cost, is_open=asked.may_fit(each)) for each in left]
     return LayoutComparison(
         target=target.target.name,
         devices=mesh.size,
@@ -170,6 +171,12 @@ def compare(target: TargetCompiler, components: RunComponents, run: Path | None 
         seq_len=shape.seq_len,
         layouts=tuple(sorted(found, key=lambda each: each.order)),
     )
+
+
+def most_compiled(config: Any, kind: str) -> int:
+    """How many layouts that fit are compiled: two at least, of which each core has one."""
+    blocks = 1 if config.scan_layers or config.model is not None else config.num_blocks
+    return max(2, min(MOST_BLOCKS["gpu" if kind in GPUS else "tpu"] // blocks, len(TENSOR) * 2))
 
 
 def ways(config: Any, devices: int, hosts: int) -> Iterator[dict[str, Any]]:
@@ -192,28 +199,59 @@ def ways(config: Any, devices: int, hosts: int) -> Iterator[dict[str, Any]]:
                 yield {"fsdp": True, "expert_devices": experts}
 
 
-def _cost(
-    target: TargetCompiler,
-    components: RunComponents,
-    plan: Plan,
-    step: int,
-    batch: Any,
-    fields: Mapping[str, Any],
-    flops: float,
-) -> LayoutCost | None:
-    """What one layout costs; None where the model or the batch does not allow it."""
-    try:
-        changed = dataclasses.replace(components.config, **fields)
-        changed.validate()
-        made = rebuild(changed, components, components.devices)
-        steps: Steps = made.steps(made.mesh(target.hosts), plan.total_steps)
-        args = steps.args("training", batch)
-    except ValueError:
-        return None
-    held, shape = device_bytes(args), plan.segment(step).shape
-    text = str(batch_layout(batch_sharding(steps.mesh), shape.batch_size, shape.seq_len, made.grad_accum, 0))
-    cost, found = LayoutCost(fields=fields, text=text, state_bytes=held, step=None), None
-    if target.device_bytes is None or held <= target.device_bytes:
-        what = f"the training step with {cost.lines}"
-        found, _ = measure_step(target, what, steps, "training", batch, flops, steps)
-    return dataclasses.replace(cost, step=found)
+class _Candidate(NamedTuple):
+    """A layout before its step is compiled."""
+
+    cost: LayoutCost
+    config: Any
+    steps: Steps
+    args: tuple[Any, ...]
+
+
+class _Question(NamedTuple):
+    """What is asked of the compiler: one step of a run."""
+
+    target: TargetCompiler
+    components: RunComponents
+    plan: Plan
+    step: int
+    batch: Any
+    flops: float
+    """On one device."""
+
+    def prepared(self, fields: Mapping[str, Any]) -> _Candidate | None:
+        """A layout; None where the model or the batch does not allow it."""
+        try:
+            config = dataclasses.replace(self.components.config, **fields)
+            config.validate()
+            made = rebuild(config, self.components, self.components.devices)
+            steps: Steps = made.steps(made.mesh(self.target.hosts), self.plan.total_steps)
+            args = steps.args("training", self.batch)
+        except ValueError:
+            return None
+        shape = self.plan.segment(self.step).shape
+        text = str(batch_layout(batch_sharding(steps.mesh), shape.batch_size, shape.seq_len, made.grad_accum, 0))
+        about = None if config.model is not None else estimated_seconds(config, steps.mesh, args, self.flops)
+        cost = LayoutCost(fields=fields, text=text, state_bytes=device_bytes(args), step=None, estimated_seconds=about)
+        return _Candidate(cost, config, steps, args)
+
+    def may_fit(self, way: _Candidate) -> bool:
+        """Whether what the step needs at least fits the memory of a device."""
+        own = way.config.model is not None
+        least = way.cost.state_bytes if own else least_bytes(way.config, way.steps.mesh, way.args)
+        return self.target.device_bytes is None or least <= self.target.device_bytes
+
+    def compiled(self, way: _Candidate) -> LayoutCost:
+        """What a layout costs, where it does not fit with as much computed again as lets it fit, or all."""
+        found = way.cost
+        # A model of the user's own decides itself what is computed again.
+        for saver in ({}, *(checkpointing(self.components.config) if way.config.model is None else ())):
+            tried = self.prepared({**way.cost.fields, **saver}) if saver else way
+            if tried is None or not self.may_fit(tried):
+                continue
+            what = f"the training step with {tried.cost.lines}"
+            step, _ = measure_step(self.target, what, tried.steps, "training", self.batch, self.flops, tried.steps)
+            found = dataclasses.replace(tried.cost, step=step)
+            if found.fits:
+                break
+        return found

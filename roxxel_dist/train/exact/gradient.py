@@ -44,6 +44,8 @@ class Sums(NamedTuple):
     """float32[rows of the batch], 0 where the rows are another shard's."""
     row_weight: jax.Array | None
     """Likewise."""
+    load: jax.Array | None
+    """float32[layers, experts], see `Loss`."""
     statistics: Leaves
     """What a call of the model changed of its state, but for random streams."""
 
@@ -110,6 +112,7 @@ class ShardPrograms:
             scalars,
             of_all_rows(losses.row_loss),
             of_all_rows(losses.row_weight),
+            jax.tree.map(lambda load: load.sum(0), losses.load),
             {name: after[name] for name in sorted(statistics - counts)},
         )
         check_statistics(sums.statistics)

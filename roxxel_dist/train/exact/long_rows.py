@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from roxxel_dist.model.mlp import Balance
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.blocks.block_update import BlockUpdate
 from roxxel_dist.train.exact.gradient import ShardPrograms
@@ -50,6 +51,8 @@ class CompiledForward:
     after: Programs
     depth: int
     """Layers."""
+    balance: Balance
+    """Its shapes."""
 
     @cached_property
     def numbers(self) -> ByShard:
@@ -66,9 +69,10 @@ class CompiledForward:
         return [[_on(np.int32(layer), device) for layer in range(self.depth)] for device in self.layout.devices]
 
     @cached_property
-    def zeros(self) -> list[jax.Array]:
-        """float32[] 0, on each device."""
-        return [_on(np.float32(0), device) for device in self.layout.devices]
+    def zeros(self) -> list[Balance]:
+        """The balance below the first layer, on each device."""
+        zero = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.balance)
+        return [_on(zero, device) for device in self.layout.devices]
 
     @classmethod
     def compile_forward(
@@ -89,6 +93,7 @@ class CompiledForward:
             before=for_each(jax.jit(programs.before), shapes.before, devices),
             after=for_each(jax.jit(programs.after), shapes.after, devices),
             depth=programs.layers,
+            balance=programs.balance,
         )
 
     def each(self, compute: Callable[[int, int], Any]) -> ByShard:
@@ -143,7 +148,7 @@ def _field(of_shards: ByShard, number: int) -> ByShard:
     return [[part[number] for part in own] for own in of_shards]
 
 
-def _on(number: Any, device: Any) -> jax.Array:
+def _on(number: Any, device: Any) -> Any:
     return jax.device_put(number, device)
 
 

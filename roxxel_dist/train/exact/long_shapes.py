@@ -20,7 +20,7 @@ from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
 
 NUMBER, ZERO = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.float32)
-"""Of a shard or a layer, and of the balance of experts."""
+"""Of a shard or a layer, and of the gradient of the balance of experts."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LongShapes:
         x = jax.eval_shape(programs.embed, model, NUMBER, piece)
         q, k, v, normed = jax.eval_shape(programs.before, model, NUMBER, NUMBER, piece.positions, x)
         kv = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cut.row_blocks, *leaf.shape[1:]), leaf.dtype), (k, v))
-        after = model, NUMBER, NUMBER, segments, x, q, normed, kv, ZERO
+        after = model, NUMBER, NUMBER, segments, x, q, normed, kv, programs.balance
         _, _, mixed, log_sums = jax.eval_shape(programs.after, *after)
         return cls(programs, model, rows, piece, segments, x, q, (k, v), kv, normed, mixed, log_sums)
 
@@ -72,12 +72,12 @@ class LongShapes:
     @property
     def after(self) -> tuple[Any, ...]:
         """Of a block after its attention."""
-        return self.model, NUMBER, NUMBER, self.segments, self.x, self.q, self.normed, self.kv, ZERO
+        return self.model, NUMBER, NUMBER, self.segments, self.x, self.q, self.normed, self.kv, self.programs.balance
 
     @property
     def losses(self) -> tuple[Any, ...]:
         """Also backward."""
-        return self.model, NUMBER, self.piece, self.x, ZERO
+        return self.model, NUMBER, self.piece, self.x, self.programs.balance
 
     @property
     def after_back(self) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from roxxel_dist.model.attention.mask import mask_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.cross_entropy import Losses
 from roxxel_dist.model.loss import losses_of_states, minimized_of_states, next_token_loss
+from roxxel_dist.model.mlp import Balance
 from roxxel_dist.model.pieces import after_attention, before_attention, keys_of_shard, only_block
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.gradient import ShardPrograms, Sums, fold_in_shard, random_counts
@@ -72,6 +73,13 @@ class PiecePrograms:
     def layers(self) -> int:
         """Blocks of the model."""
         return self.config.num_blocks
+
+    @property
+    def balance(self) -> Balance:
+        """The shapes of that of a shard."""
+        of_layers: Any = jax.ShapeDtypeStruct((self.layers, self.config.n_experts), jnp.float32)
+        loss: Any = jax.ShapeDtypeStruct((), jnp.float32)
+        return Balance(loss, of_layers if self.config.use_moe else None)
 
     @cached_property
     def names(self) -> dict[str, list[str]]:
@@ -143,8 +151,8 @@ class PiecePrograms:
 
     def after(
         self, model: Model, shard: Any, layer: Any, segments: Any, x: Any, q: Any, normed: Any, kv: Any, balance: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """[N, C, D] a block's output, float32[] the balance up to here, and what the heads gathered, with sums.
+    ) -> tuple[jax.Array, Balance, jax.Array, jax.Array]:
+        """[N, C, D] a block's output, the balance up to here, and what the heads gathered, with sums.
 
         `kv` are the keys and values of the whole row.
         """
@@ -152,7 +160,8 @@ class PiecePrograms:
         mixed, log_sums = blocked_forward(q, k, v, at, self.cut.row_blocks)
         own, function = self._function(AFTER, model, shard, layer, after_attention)
         x, more = function(own, x, mixed, normed)
-        return x, balance + more, mixed, log_sums
+        load = None if balance.load is None else balance.load.at[layer].set(more.load)
+        return x, Balance(balance.loss + more.loss, load), mixed, log_sums
 
     def after_back(
         self,
@@ -170,10 +179,13 @@ class PiecePrograms:
         d_balance: Any,
     ) -> tuple[Packed, jax.Array, jax.Array, jax.Array | None, Any]:
         """The gradients of parameters, of `x`, `q`, `normed`, and float32 of `kv`."""
+
+        def compute(*args: Any) -> tuple[jax.Array, jax.Array]:
+            x, balance = after_attention(*args)
+            return x, balance.loss
+
         args = x, mixed, normed
-        grads, d_x, d_mixed, d_normed = self._pull_back(
-            AFTER, model, shard, layer, after_attention, args, (d_x, d_balance)
-        )
+        grads, d_x, d_mixed, d_normed = self._pull_back(AFTER, model, shard, layer, compute, args, (d_x, d_balance))
         (k, v), at = kv, self._keys(shard, segments, q)
         d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, self.cut.row_blocks)
         return grads, d_x, d_q, d_normed, tuple(d_kv)
@@ -182,21 +194,22 @@ class PiecePrograms:
         mask = replace(mask_of(self.config).scaled(q.shape[-1]), window=self.config.window, segments=segments)
         return keys_of_shard(self.cut, shard, mask)
 
-    def losses(self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: jax.Array) -> Packed:
+    def losses(self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: Balance) -> Packed:
         """The packed sums of the losses of a virtual shard, as `ShardPrograms.losses` gives them."""
         own, function = self._function(LAST, model, shard, None, self._losses_and_ends)
-        (loss, count, of_experts, *_), ends = function(own, x, balance, piece, shard)
+        (loss, count, of_experts, *_), ends = function(own, x, balance.loss, piece, shard)
         if self.programs.loss_fn is next_token_loss:
             return pack((loss + of_experts, count, ends))
         return pack((loss, count, of_experts if self.config.has_second_loss else None, ends))
 
     def losses_back(
-        self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: jax.Array
+        self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: Balance
     ) -> tuple[Packed, jax.Array, jax.Array]:
-        """(packed (gradients of the parameters, what `_losses` found), the gradients of `x` and `balance`)."""
+        """(packed (gradients of the parameters, what `_losses` found, the load), of `x`, of the balance loss)."""
         own, function = self._function(LAST, model, shard, None, self._losses)
-        (grads, d_x, d_balance), found = jax.grad(function, (0, 1, 2), has_aux=True)(own, x, balance, piece, shard)
-        return pack((grads, found)), d_x, d_balance
+        gradient = jax.grad(function, (0, 1, 2), has_aux=True)
+        (grads, d_x, d_balance), found = gradient(own, x, balance.loss, piece, shard)
+        return pack((grads, (*found, balance.load))), d_x, d_balance
 
     def _losses(self, model: Any, x: jax.Array, balance: jax.Array, piece: Piece, shard: jax.Array) -> tuple[Any, Any]:
         """(what is minimized, (sum of the losses, their count, that many times the balance loss, [rows] the first two
@@ -233,7 +246,10 @@ class PiecePrograms:
         """
         own = {use: {name: params[name] for name in names} for use, names in self.names.items()}
         found = *[jax.ShapeDtypeStruct((), jnp.float32)] * 3, *[jax.ShapeDtypeStruct((self.rows,), jnp.float32)] * 2
-        named: dict[str, Any] = {LAST: unpack(sums[LAST], (own[LAST], found)), FIRST: unpack(sums[FIRST], own[FIRST])}
+        named: dict[str, Any] = {
+            LAST: unpack(sums[LAST], (own[LAST], (*found, self.balance.load))),
+            FIRST: unpack(sums[FIRST], own[FIRST]),
+        }
         for use in (BEFORE, AFTER):
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), own[use])
             layers = [unpack(layer, shapes) for layer in sums[use]]
@@ -243,7 +259,7 @@ class PiecePrograms:
     def join_uses(self, sums: Mapping[str, Any], model: Model, *, is_packed: bool) -> tuple[Sums, Leaves]:
         """(the sums of all shards, the counts of random streams after a step) of what `named` gives; gradients that
         are left out of that stay so."""
-        grads, (loss, count, of_experts, row_loss, row_count) = sums[LAST]
+        grads, (loss, count, of_experts, row_loss, row_count, load) = sums[LAST]
         grads = dict(grads)
         for name, grad in sums[FIRST].items():
             grads[name] = grads[name] + grad if name in grads else grad
@@ -251,10 +267,10 @@ class PiecePrograms:
         grads = {name: grads[name] for name in model.params if name in grads}
         counts = self._counts(model)
         if self.programs.loss_fn is next_token_loss:
-            return Sums(grads, loss + of_experts, count, {}, None, None, {}), counts
+            return Sums(grads, loss + of_experts, count, {}, None, None, load, {}), counts
         scalars = {BALANCE: of_experts} if self.config.has_second_loss else {}
         weights = row_count if is_packed else None
-        return Sums(grads, loss, count, scalars, row_loss / divisor(row_count), weights, {}), counts
+        return Sums(grads, loss, count, scalars, row_loss / divisor(row_count), weights, load, {}), counts
 
     def _counts(self, model: Model) -> Leaves:
         """The counts of random streams after a call of the model: nothing else of it is computed."""

@@ -23,11 +23,13 @@ LINE = {
     "tokens_per_s": "{:,.0f} tokens/s",
     "mfu": "MFU: {:.1%}",
     "hfu": "HFU: {:.1%}",
+    "expert_load_max": "Busiest expert: {:.1f}x",
 }
 """How a line shows what comes after the losses, where it is known."""
 
 USUAL = frozenset(
-    """step train_loss train_bal val_loss val_bal train_eval_loss phase tokens grad_norm update_norm lr""".split()  # noqa: SIM905
+    """step train_loss train_bal val_loss val_bal train_eval_loss phase tokens grad_norm update_norm lr
+    expert_load_min expert_load_mean""".split()  # noqa: SIM905
 )
 """What every run logs, and a line leaves out or shows in another form; a name with a slash is a data set's."""
 

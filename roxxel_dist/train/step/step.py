@@ -20,7 +20,7 @@ from roxxel_dist.cluster.parameter_sharding import constrain_tokens, on_phase_me
 from roxxel_dist.cluster.step_parts import OPTIMIZER
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.model.loss import END_NATS, minimized_losses, next_token_loss, token_losses
+from roxxel_dist.model.loss import END_NATS, LOAD, minimized_losses, next_token_loss, token_losses
 from roxxel_dist.model.split import Leaves, ModuleSplit, cast
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import LoopOptions
@@ -59,6 +59,8 @@ class Metrics(NamedTuple):
     row_weight: jax.Array | None
     """float32[B]: how much each row counts in a mean of `row_loss`; None where all count the same."""
     health: LossMonitorState
+    load: jax.Array | None = None
+    """float32[layers, experts]: the tokens' choices of each expert, in any unit; None without experts."""
     digest: jax.Array | None = None
     """uint32[4], see `digest_chain.py`: added by the loop, not by the step."""
 
@@ -75,6 +77,8 @@ class Loss(NamedTuple):
     is a mean of, or any share of them; None where all micro-batches count the same."""
     row_weight: jax.Array | None = None
     """float32[B]: the same of each row of `row_loss`."""
+    load: jax.Array | None = None
+    """float32[layers, experts]: see `Metrics`; where it is of several micro-batches, the sum."""
 
     @property
     def minimized(self) -> jax.Array:
@@ -92,12 +96,12 @@ def measure(loss_fn: LossFn, model: Any, batch: Any, end: int | None = None) -> 
     # The same number, and its weight, which one number has no place for.
     losses = minimized_losses(model, batch, end=end)
     ends = {END_NATS: losses[END_NATS]} if end is not None else {}
-    return Loss(losses["loss"] + losses.get(BALANCE, 0.0), ends, None, losses.get(WEIGHT))
+    return Loss(losses["loss"] + losses.get(BALANCE, 0.0), ends, None, losses.get(WEIGHT), load=losses.get(LOAD))
 
 
 def unpack_loss(result: Any) -> Loss:
     """From a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, and "loss_weight",
-    "row_loss" [B] and "row_weight" [B] if given.
+    "row_loss" [B], "row_weight" [B] and "expert_load" [layers, experts] if given.
 
     Raises UserError where it is none of these, or the loss or its weight is not a scalar.
     """
@@ -136,7 +140,7 @@ def unpack_loss(result: Any) -> Loss:
                 f"one number for each batch"
             )
         weight = jnp.float32(weight)
-    return Loss(loss, scalars, aux.get("row_loss"), weight, aux.get("row_weight"))
+    return Loss(loss, scalars, aux.get("row_loss"), weight, aux.get("row_weight"), aux.get(LOAD))
 
 
 def make_step(
@@ -227,7 +231,7 @@ def apply_gradient(
         old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
         params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)
     row_loss, row_weight = jax.tree.map(jnp.float32, (loss.row_loss, loss.row_weight))
-    metrics = Metrics(scalars, row_loss, row_weight, health)
+    metrics = Metrics(scalars, row_loss, row_weight, health, loss.load)
     return TrainState(state.step + 1, params, rest, opt_state, health), metrics
 
 
@@ -259,8 +263,8 @@ def accumulate(
         fitted = fit_sharding(sharding, (rows // count, length))
         return jax.lax.with_sharding_constraint(micro, NamedSharding(fitted.mesh, P(None, *fitted.spec)))
 
-    def means(params: Leaves, hparams: Hparams, batch: Any) -> tuple[Leaves, tuple[dict[str, jax.Array], Leaves], Any]:
-        """(the gradient, (the loss and every scalar, the rest), the losses and weights of rows)."""
+    def means(params: Leaves, hparams: Hparams, batch: Any) -> tuple[Leaves, tuple[Any, Leaves, Any], Any]:
+        """(the gradient, (the loss and every scalar, the rest, the load), the losses and weights of rows)."""
 
         def add(carry: Any, piece: Any) -> tuple[Any, Any]:
             total, rest = carry
@@ -282,11 +286,12 @@ def accumulate(
             total = jax.tree.map(lambda t: t / counted, total)
         of_rows = losses.row_loss, losses.row_weight
         of_rows = jax.tree.map(lambda values: values.swapaxes(0, 1).reshape(-1), of_rows)
-        return local.gradient(total) if local else total, (numbers, after), of_rows
+        load = jax.tree.map(lambda values: across(values.sum(0)), losses.load)
+        return local.gradient(total) if local else total, (numbers, after, load), of_rows
 
     found = local.run(means, params, hparams, batch) if local else means(params, hparams, batch)
-    grads, (numbers, rest), (row_loss, row_weight) = found
-    return grads, rest, Loss(numbers.pop("loss"), numbers, row_loss, row_weight=row_weight)
+    grads, (numbers, rest, load), (row_loss, row_weight) = found
+    return grads, rest, Loss(numbers.pop("loss"), numbers, row_loss, row_weight=row_weight, load=load)
 
 
 def without_nothing(grads: Leaves, loss: Loss) -> tuple[Leaves, Loss]:

@@ -37,7 +37,10 @@ MOST_CHOICES = 100
 """Choices of a parameter whose axis has a place for each."""
 BOUNDED = [name for name, (numbers, _) in CONTINUOUS.items() if "min" in numbers]
 """Distributions whose values have ends."""
-IN_HEAD = ("train_loss", "val_loss", "tokens_per_s", "ms_per_step", "mfu", "hfu", "vram_gb", "ram_gb", "lr", "tokens")
+IN_HEAD = (
+    "train_loss", "val_loss", "tokens_per_s", "ms_per_step", "mfu", "hfu", "vram_gb", "ram_gb", "lr", "tokens",
+    "expert_load_max",
+)  # fmt: skip
 
 Sections = dict[str, str]
 

@@ -120,7 +120,7 @@ class BlockPrograms:
         if skip:
             rest = jax.tree.map(partial(jnp.where, bad), model.rest, rest)
         shared = Numbers(whole.weight, norm, loss.minimized, step, health.good, bad)
-        return shared, Rest(step + 1, rest, health), small, Metrics(scalars, row_loss, row_weight, health)
+        return shared, Rest(step + 1, rest, health), small, Metrics(scalars, row_loss, row_weight, health, whole.load)
 
     def update(
         self, selection: Selection, own: list[Any], common: list[Any], parts: Parts, numbers: Numbers, hparams: Hparams

@@ -11,6 +11,7 @@ function runTiles({ row = {}, best, left_s, goodput, state }) {
     ["Validation loss", newest(row, "val_loss", format.loss), isNumber(best) ? `best ${format.loss(best)}` : ""],
     ["Tokens per second", format.scaled(row.tokens_per_s), isNumber(row.ms_per_step) ? `${format.number(Math.round(row.ms_per_step))} ms per step` : ""],
     ["MFU", format.share(row.mfu)],
+    ["Busiest expert", isNumber(row.expert_load_max) ? `${format.number(Number(row.expert_load_max.toFixed(2)))} × its share` : NONE],
     ["Device memory", format.gigabytes(row.vram_gb)],
     ["Host memory", format.gigabytes(row.ram_gb)],
     ["Learning rate", format.number(row.lr)],

@@ -124,6 +124,7 @@ const GROUPS = [
   ["Milliseconds per step", ["ms_per_step"], { plain: true }],
   ["MFU", ["mfu"], { form: format.share, plain: true }],
   ["Memory (GB)", ["vram_gb", "ram_gb"], { plain: true }],
+  ["Load of experts (1: an even share)", ["expert_load_max", "expert_load_mean", "expert_load_min"], { plain: true }],
   ["Learning rate", ["lr"], { plain: true }],
   ["Gradient norm", ["grad_norm"], {}],
 ];
