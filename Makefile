@@ -27,8 +27,8 @@ demo: $(VENV)/demo-installed ## train a small model on the standard library's so
 	@trap : INT; $(BIN)/roxxel-dist demo --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) || [ $$? = 42 ] # stopped and saved
 
 PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
-# Workers wait for processes a third of their time: three of them keep two cores busy.
-USUAL := -n 3 -m "not docs and not web and not cluster and not long"
+# Workers wait for processes and disks half of their time: four of them keep two cores busy.
+USUAL := -n 4 -m "not docs and not web and not cluster and not long"
 
 test: $(VENV)/dev-installed $(if $(ROOM),,lint) ## the linters and every part of the package; ROOM=launcher: the tests of one room
 	$(PYTEST) $(USUAL) $(if $(ROOM),tests/$(ROOM))

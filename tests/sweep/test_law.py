@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.samplers.law import Law, propose
+from roxxel_dist.sweep.samplers.law import Law, chance_of_fit, propose
 from roxxel_dist.sweep.space.mixture import mixture_space
 
 NAMES = ("code", "math", "web", "books")
@@ -165,3 +165,28 @@ def test_losses_of_any_kind(change):
 def test_what_no_law_can_be_made_of(shares, losses, why):
     with pytest.raises(UserError, match=why):
         Law.fit(shares, losses)
+
+
+def _curved(shares):
+    """Sources of which two act together, as in no such law."""
+    return 2.5 + 0.6 * np.exp(shares[:, 1] - shares[:, 2]) + 0.4 * np.exp(-5 * shares[:, 0] * shares[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("truth", "count", "least", "most"),
+    [(lambda shares: known(shares)[:, 0], 40, 0, 4), (_curved, 60, 16, 20), (_curved, 11, 0, 0)],
+    ids=["a law", "two act together", "too few to see it"],
+)
+def test_trials_contradict_a_law_that_is_not_theirs(truth, count, least, most):
+    """In so many of 20 studies, where the errors of a right law would be such in 1 of them."""
+    found = 0
+    for seed in range(20):
+        rng = np.random.default_rng([seed, count])
+        shares = rng.dirichlet(np.ones(len(NAMES)), count)
+        losses = truth(shares)
+        losses = losses + rng.normal(0, 0.05 * np.ptp(losses), count)
+        predicted = Law.fit(shares, losses[:, None]).mean(shares)
+        chance = chance_of_fit(predicted, shares, losses - predicted[:, 0])
+        assert (chance is None) == (count < 20)
+        found += chance is not None and chance < 0.05
+    assert least <= found <= most

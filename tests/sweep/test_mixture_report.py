@@ -1,5 +1,6 @@
 """The report of a study with mixtures: shares, the surface of the law, what sets do together, and its confirmation."""
 
+import dataclasses
 import json
 import math
 from functools import cache
@@ -55,6 +56,17 @@ def test_effects_are_those_of_the_law(place):
     assert sum(losses(entry.shares["law"]).values()) <= sum(losses(entry.shares["best"]).values()) + 0.01
 
 
+def test_a_law_that_the_trials_contradict_has_no_level(place):
+    found = mixtures_of(read_study(place(2)))
+    assert found is not None
+    right, wrong = ("\n".join(dataclasses.replace(found, chance=chance).text()) for chance in (0.3, 0.001))
+    assert "90% interval" in right
+    assert "contradict" not in right
+    assert "90% interval" not in wrong
+    assert "by the law, interval too narrow" in wrong
+    assert "its errors hang on the shares (in 0.001 of studies by chance), so its intervals hold the truth in" in wrong
+
+
 def test_a_trial_that_diverged_is_in_no_law(place):
     study = read_study(place(3))
     right, trial = LawOfStudy.fit(study), study.history.trials[5]
@@ -78,6 +90,7 @@ def test_all_of_it_is_json_and_on_the_page(place, sets, tmp_path, capsys):
     for point in [*entry["surface"], *entry["effects"], *entry["interactions"], *found["gains"].values()]:
         assert point["low"] <= point["value"] <= point["high"]
     assert found["trials_of_law"] == 24
+    assert not found["law_is_contradicted"]
     assert found["confirm"] is None
     assert '"mixture":{' in (tmp_path / "report.html").read_text()
 

@@ -13,6 +13,7 @@ from roxxel_dist.place.directory import CONFIG, METRICS
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.sweep.report.confirmation import Confirmation, confirmation
 from roxxel_dist.sweep.report.surface import (
+    INTERVAL,
     LEVEL,
     MORE,
     Draws,
@@ -36,6 +37,8 @@ from roxxel_dist.utils.display import aligned
 
 DRAWN = 400
 """Joint draws of the law: the ends of an interval are quantiles of so many."""
+UNLIKELY = 0.05
+"""Errors of the law that are by chance in fewer studies contradict it."""
 PAIRS = 6
 """Pairs of data sets that the text shows; the page has all."""
 LAW = "law"
@@ -68,6 +71,8 @@ class Mixtures:
     goal: str
     trials: int
     """Those that the law was fitted to; 0: too few."""
+    chance: float | None = None
+    """How often the errors of a right law would hang on shares as these do; None: not known."""
     whole: int
     """Trials that trained to their end."""
     needed: int
@@ -80,11 +85,23 @@ class Mixtures:
     """Of the best trial, by data set; empty where its data is not here."""
     confirmation: Confirmation | None
 
+    @property
+    def misses(self) -> bool:
+        """Whether the trials contradict the law: then its intervals hold less often than `LEVEL`."""
+        return self.chance is not None and self.chance < UNLIKELY
+
+    @property
+    def interval(self) -> str:
+        """What the law's intervals are called."""
+        return "interval too narrow" if self.misses else INTERVAL
+
     def as_json(self) -> dict[str, Any]:
         """All of it."""
         return {
             "level": LEVEL,
             "trials_of_law": self.trials,
+            "chance_of_law": self.chance,
+            "law_is_contradicted": self.misses,
             "trials_whole": self.whole,
             "trials_needed": self.needed,
             "other_parameters": list(self.others),
@@ -102,7 +119,13 @@ class Mixtures:
                 f"too few trials for the law of the losses, which gives surface and effects: {self.whole} trained to "
                 f"their end, and it needs {self.needed}"
             )
-        elif self.others:
+        if self.misses:
+            lines.append(
+                f"the trials contradict the law: its errors hang on the shares (in {self.chance:.1g} of studies by "
+                f"chance), so its intervals hold the truth in fewer than {LEVEL:.0%}: trust what "
+                f"`sweep --confirm N` trains"
+            )
+        if self.trials and self.others:
             lines.append(f"the law is of the best trial's values of the other parameters: {', '.join(self.others)}")
         for name, one in self.gains.items():
             doubt = "" if one.is_clear else ": too near to tell them apart"
@@ -116,7 +139,7 @@ class Mixtures:
         phases = ", ".join(map(str, space.phases))
         lines = ["", f"mixture of phase{'s' if len(space.phases) > 1 else ''} {phases}"]
         head = ["data set", *entry.shares, *(["passes"] if self.passes else [])]
-        rows = [[*head, *([f"{MORE:.0%} more of it, by the law ({LEVEL:.0%})"] if has_law else [])]]
+        rows = [[*head, *([f"{MORE:.0%} more of it, by the law, {self.interval}"] if has_law else [])]]
         for number, name in enumerate(space.names):
             row = [name, *(f"{shares[number]:.3f}" for shares in entry.shares.values())]
             row += [f"{self.passes.get(name, 0.0):.2f}"] if self.passes else []
@@ -125,7 +148,7 @@ class Mixtures:
         if entry.surface:
             others = ", the other mixtures as in the best trial" if len(self.entries) > 1 else ""
             what = f"{self.metric} over the shares, by the law{others}"
-            lines += ["", what, *told(space.names, entry.surface, self.goal)]
+            lines += ["", what, *told(space.names, entry.surface, self.goal, self.interval)]
         if entry.crossed:
             what = f"{MORE:.0%} more of a data set (down) changes the validation loss of each (across)"
             rows = [["", *entry.crossed]]
@@ -187,6 +210,7 @@ def mixtures_of(study: Study) -> Mixtures | None:
         entries=entries,
         goal=study.sweep.goal,
         trials=0 if law is None else law.trials,
+        chance=None if law is None else law.chance,
         whole=len(material.found.trials),
         needed=material.needed,
         others=material.names,
@@ -253,11 +277,13 @@ class LawOfStudy:
     sign: float
     """-1 where more of the metric is better."""
     trials: int
+    chance: float | None
+    """See `chance_of_fit`; of the metric."""
 
     @classmethod
     def fit(cls, study: Study) -> "LawOfStudy | None":
         """That of a study; None where there are too few trials."""
-        from roxxel_dist.sweep.samplers.law import Law
+        from roxxel_dist.sweep.samplers.law import Law, chance_of_fit
 
         spaces, sign, material = study.sweep.space.mixtures, study.sweep.sign, _Material.of_study(study)
         found = material.found
@@ -268,8 +294,12 @@ class LawOfStudy:
         if len(names) == 1 and (logged := _logged(study, found.trials.tolist())) is not None:
             names = (*names, *logged[0])
             losses, weights = np.hstack([losses, logged[1]]), np.array([1.0, *[0.0] * len(logged[0])])
-        law = Law.fit(found.shares[:, order], losses * np.where(weights > 0, sign, 1.0), material.others)
-        return cls(law=law, names=names, weights=weights, sign=sign, trials=len(found.trials))
+        shares = found.shares[:, order]
+        law = Law.fit(shares, losses * np.where(weights > 0, sign, 1.0), material.others)
+        predicted = law.mean(shares) @ weights
+        rows = np.hstack([material.others, predicted[:, None]])
+        chance = chance_of_fit(rows, shares, law.trials @ weights - predicted)
+        return cls(law=law, names=names, weights=weights, sign=sign, trials=len(found.trials), chance=chance)
 
     @property
     def metric(self) -> Draws:

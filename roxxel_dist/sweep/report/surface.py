@@ -19,6 +19,8 @@ Draws = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 says of them, and d joint draws."""
 LEVEL = 0.9
 """Of every interval."""
+INTERVAL = f"{LEVEL:.0%} interval"
+"""Its name, where nothing says that it is too narrow."""
 MORE = 0.1
 """The share of a mixture that gives way to one data set, to measure what more of that does."""
 WIDER = 1.2
@@ -153,13 +155,13 @@ def _replaced(base: NDArray[np.float64], part: slice, rows: NDArray[np.float64])
     return shares
 
 
-def told(names: Sequence[str], points: Sequence[Point], goal: str) -> list[str]:
+def told(names: Sequence[str], points: Sequence[Point], goal: str, interval: str = INTERVAL) -> list[str]:
     """A surface as lines of text: a table for two data sets, a triangle for three; its best point is marked."""
     if not points:
         return []
     best = (min if goal == "minimize" else max)(points, key=lambda point: point.metric.value)
     if len(names) == 2:
-        rows = [[f"share of {names[0]}", "predicted", f"{LEVEL:.0%} interval", ""]]
+        rows = [[f"share of {names[0]}", "predicted", interval, ""]]
         for point in points:
             metric, mark = point.metric, "best" if point is best else ""
             rows.append(

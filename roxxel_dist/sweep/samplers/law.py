@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import solve_triangular
 from scipy.optimize import minimize
+from scipy.special import fdtrc
 
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.mixture import MixtureSpace
@@ -48,6 +49,8 @@ COUNTED = 1e-3
 """Members of the grid with less weight than this are left out."""
 FEWEST = 3
 """Trials of which a law can be made."""
+TESTED = 10
+"""Trials beyond the coefficients of a test of the law: it has one for each product of two shares, and more."""
 REWEIGHED = 2
 """Passes that find the weights of the trials, before those of the widths."""
 LEAST = 1e-9
@@ -208,6 +211,34 @@ class Law:
         """
         said = [sum(one.weight * one.left_out for one in members) for members in self.members]
         return self.trials - np.stack(said, axis=1)
+
+
+def chance_of_fit(rows: Array, shares: Array, errors: Array) -> float | None:
+    """How often the errors of a right law would hang on products of two shares as much as these do, or more.
+
+    An F test of the quadratic terms of a mixture polynomial (Scheffe 1958, "Experiments with Mixtures"): data sets that
+    act together, and a curve that bends otherwise than the law, leave such errors, and the noise of trainings does not.
+
+    Args:
+        rows: float64[n, p], what errors may hang on linearly: what differs between trials, and what the law predicts.
+        shares: float64[n, K].
+        errors: float64[n], of the losses by the law.
+
+    Returns:
+        A probability; None where too few trials are left for a test.
+    """
+    number, count = shares.shape
+    products = np.stack([shares[:, i] * shares[:, j] for i in range(count) for j in range(i)] or [np.zeros(number)], 1)
+    squares, ranks = [], []
+    for columns in ([np.ones((number, 1)), shares, rows], [np.ones((number, 1)), shares, rows, products]):
+        matrix = np.hstack(columns)
+        coefficients, _, rank, _ = np.linalg.lstsq(matrix, errors, rcond=1e-10)
+        squares.append(float(((errors - matrix @ coefficients) ** 2).sum()))
+        ranks.append(int(rank))
+    more, left = ranks[1] - ranks[0], number - ranks[1]
+    if more < 1 or left < TESTED or squares[1] <= 0:
+        return None
+    return float(fdtrc(more, left, max((squares[0] - squares[1]) / more / (squares[1] / left), 0.0)))
 
 
 def bent(shares: Array, bend: float) -> Array:

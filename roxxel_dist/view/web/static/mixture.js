@@ -8,8 +8,8 @@ const estimate = ({ value, low, high }, digits = 4) => `${signed(value, digits)}
 const signed = (value, digits) => (isNumber(value) ? `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}` : NONE);
 
 /** The cards of all mixtures of a study. */
-function mixtureCards({ mixtures, passes, gains, level, confirm, trials_of_law: trials, trials_whole: whole, trials_needed: needed, other_parameters: others }, { metric, goal }) {
-  const interval = format.share(level);
+function mixtureCards({ mixtures, passes, gains, level, confirm, trials_of_law: trials, law_is_contradicted: misses, trials_whole: whole, trials_needed: needed, other_parameters: others }, { metric, goal }) {
+  const interval = misses ? "too narrow, because the trials contradict it" : `of ${format.share(level)}`;
   const cards = mixtures.map((one) => card(`Mixture of phase ${one.phases.join(", ")}`,
     h("p", { class: "note" }, trials ? lawOf(trials, interval, others) : `Too few trials for a law: ${whole} trained to their end, and it needs ${needed}.`),
     sharesTable(one, passes), surfaceFigure(one, metric, goal), ...effectTables(one, metric)));
@@ -18,7 +18,7 @@ function mixtureCards({ mixtures, passes, gains, level, confirm, trials_of_law: 
   return confirm ? [...cards, confirmCard(confirm, metric)] : cards;
 }
 
-const lawOf = (trials, interval, others) => `By a log-linear law of ${trials} trials, with intervals of ${interval}, for trainings as long as a trial${others.length ? `, with the best trial's ${others.join(", ")}` : ""}.`;
+const lawOf = (trials, interval, others) => `By a log-linear law of ${trials} trials, with intervals ${interval}, for trainings as long as a trial${others.length ? `, with the best trial's ${others.join(", ")}` : ""}.`;
 
 function sharesTable({ names, shares, effects }, passes) {
   const kinds = Object.keys(shares), read = Object.keys(passes).length > 0;
