@@ -403,7 +403,7 @@ def unknown(name: str) -> str:
     if near in BESIDE_CONFIG:
         return f"there is no field {name!r}: give {argument(near, BESIDE_CONFIG[near])} beside the config"
     return f"there is no field {name!r}: " + (
-        f"did you mean {near!r}?" if near else "`roxxel-dist train -h` lists the fields"
+        f"did you mean {near!r}?" if near else "the help of `roxxel-dist train` lists the fields"
     )
 
 

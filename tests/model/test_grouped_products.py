@@ -138,7 +138,8 @@ def numbers(*shape):
 
 
 def results(form, made, x, dtype=jnp.float32):
-    chosen, gates = nnx.jit(lambda made, x: moe.choose(jax.nn.softmax(made.router(x)), made.top_k))(made, x)
+    choose = nnx.jit(lambda made, x: moe.choose(jax.nn.softmax(made.router(x)), made.top_k, divides=True))
+    chosen, gates = choose(made, x)
 
     def total(x, gates, first, second):
         y = form(x.astype(dtype), chosen, gates, first.astype(dtype), second.astype(dtype), made.activate)

@@ -85,7 +85,7 @@ def test_it_is_what_the_run_is(run):
     assert found.validation[""] > 0
     assert (found.devices, found.processes, found.platform, found.simulated) == (1, 1, "cpu", False)
     assert found.seconds is None
-    assert found.speed == "unknown: give --tokens_per_s"
+    assert found.speed == "unknown: give tokens_per_s=NUMBER"
     assert found.problems == ()
 
 

@@ -42,7 +42,7 @@ def step_of(devices, fsdp=False, **fields):
     steps = make_steps(builder, token_losses, optimizer, mesh, options, numbers)
     sharding = fit_sharding(steps.sharding, (64, 1025))
     batch = jax.ShapeDtypeStruct((64, 1025), np.int32, sharding=sharding)
-    return config, mesh, steps.training_args(batch)
+    return config, mesh, steps.args("training", batch)
 
 
 def test_what_a_layout_sends_is_known_before_it_is_compiled(monkeypatch):

@@ -238,7 +238,7 @@ def test_numbers_as_people_write_them(tmp_path):
         ("data_path: text.txt", "there is no field 'data_path': give data_path=PATH beside the config"),
         ("output_dir: out", "there is no field 'output_dir': give run_dir=FOLDER beside the config"),
         ("resume: true", "give resume=True beside the config"),
-        ("xyz: 1", "there is no field 'xyz': `roxxel-dist train -h` lists the fields"),
+        ("xyz: 1", "there is no field 'xyz': the help of `roxxel-dist train` lists the fields"),
     ],
 )
 def test_a_wrong_file_is_told(tmp_path, text, message):

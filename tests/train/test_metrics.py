@@ -6,10 +6,9 @@ from runs import rows as logged
 
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.train import metrics as report
-from roxxel_dist.train import programs
+from roxxel_dist.train import programs, steps
 from roxxel_dist.train.log.base import LogQueue
 from roxxel_dist.train.metrics import loss_by_dataset, make_row
-from roxxel_dist.train.step import compile as compile_ahead
 from roxxel_dist.train.step import throughput
 from roxxel_dist.train.step.bad_steps import LossMonitorState
 from roxxel_dist.train.step.state import TrainView
@@ -92,7 +91,7 @@ def test_hfu_counts_what_the_compiled_program_computes(corpus, finished_run, tmp
     def unreadable(*_):
         raise ValueError
 
-    monkeypatch.setattr(compile_ahead, "program_cost", unreadable)
+    monkeypatch.setattr(steps, "program_cost", unreadable)
     train(corpus, tmp_path / "unreadable", PHASES[:1])
     row = logged(tmp_path / "unreadable")[-1]
     assert "mfu" in row

@@ -123,6 +123,7 @@ def top(*words):
 def test_json_and_a_list(run, monkeypatch):
     shutil.copytree(run, run.with_name("two"))
     monkeypatch.chdir(run.parent.parent)
+    monkeypatch.setenv("XDG_STATE_HOME", str(run.parent.parent))  # other tests have jobs that live
     (one,) = json.loads(top("--json", "runs/one"))
     assert (one["kind"], one["state"], one["step"], one["phase"]) == ("run", "finished", 10, 2)
     listed = top("--once")  # nothing lives

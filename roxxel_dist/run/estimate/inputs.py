@@ -67,7 +67,7 @@ def open_components(
             if request.processes and here % request.processes:
                 raise UserError(
                     f"processes is {request.processes}, which does not divide the {here} device(s): each has as many "
-                    f"as the others, so use a divisor, or other --devices"
+                    f"as the others, so use a divisor, or change devices"
                 )
             path = config.primary_path(data_path) or data_of(saved, request.run)
             if saved.get("init_from") == config.init_from:

@@ -18,6 +18,7 @@ from roxxel_dist.run.report import read_runs
 from roxxel_dist.train.step.batch_layout import BatchLayout, batch_layout
 from roxxel_dist.train.step.memory import StepMemory
 from roxxel_dist.train.step.step import micro_batches
+from roxxel_dist.utils.voice import argument
 
 USUAL_MFU = 0.4
 """Model FLOPs utilisation if no speed was measured: that of a dense model on a few accelerators."""
@@ -43,7 +44,7 @@ class Speed:
             return cls(source=f"measured in {run}, the median of what it logged", tokens_per_s=measured)
         peak = peak_flops(mesh.devices.flat[0].device_kind) if bf16 else None
         if peak is None:
-            return cls(source="unknown: give --tokens_per_s")
+            return cls(source=f"unknown: give {argument('tokens_per_s', 'NUMBER')}")
         of_peak = f"at an MFU of {USUAL_MFU:.0%} of the {peak / 1e12:,.0f} TFLOP/s (bfloat16) of each device"
         return cls(source=f"estimated, {of_peak}", flops_per_s=USUAL_MFU * peak)
 
