@@ -284,7 +284,7 @@ def find_lr(words: list[str]) -> int:
             raise UserError(f"--plot needs matplotlib: {pip_install('plot')}")
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.run.experiment import Experiment
-    from roxxel_dist.train.lr_finder import FALLEN, plot_sweep, smooth
+    from roxxel_dist.train.lr_finder import FALL_SHARE, plot_sweep, smooth
 
     suggested, rates, losses = Experiment(config).find_lr(
         args.data_path, min_lr=args.min_lr, max_lr=args.max_lr, num_steps=args.num_steps
@@ -295,7 +295,7 @@ def find_lr(words: list[str]) -> int:
     early = "" if len(losses) == args.num_steps else f" of {args.num_steps}, where the loss diverged"
     print(f"{len(losses)} steps{early}, learning rates {rates[0]:.2e} to {rates[-1]:.2e}")
     print(f"smoothed loss: {curve[0]:.4f} at first, {min(curve):.4f} at its lowest")
-    if config.optimizer in FALLEN and curve[-1] == min(curve):
+    if config.optimizer in FALL_SHARE and curve[-1] == min(curve):
         print(f"the loss still fell at {rates[-1]:.2e}: with a larger --max_lr the suggestion may be larger")
     problem = ""
     if args.plot:

@@ -18,7 +18,7 @@ SHORTEST = 2
 """The fewest tokens of a row: one is predicted from the other."""
 
 
-class SpreadRows:
+class EvenRows:
     """Batches of rows that lie evenly over a data set, the same ones each time: what a `Stream` reads beside a `Plan`.
 
     The set is cut into W windows of `shape.seq_len` tokens, range by range. The n rows that are read are one of each of
@@ -61,7 +61,7 @@ class SpreadRows:
         """The names of the data sets that are read."""
         return {"self"}
 
-    def copy(self) -> "SpreadRows":
+    def copy(self) -> "EvenRows":
         """This one: nothing in it changes."""
         return self
 

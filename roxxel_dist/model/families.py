@@ -21,7 +21,7 @@ OTHER_NAMES = {"swish": "silu"}
 LLAMA_3 = {"low_freq_factor": FEW_WAVES, "high_freq_factor": MANY_WAVES}
 """The constants of all models of that rope_type, as in `layers.rotate`."""
 LARGEST_EXPANSION = 64
-PLAIN: dict[str, Any] = {
+FEATURES_OFF: dict[str, Any] = {
     "qkv_bias": False, "qk_norm": "none", "norm_position": "before", "norm_unit_offset": False,
     "scale_embeddings": False, "attn_softcap": None, "logit_softcap": None, "query_pre_attn_scalar": None,
     "sliding_window": False, "sliding_window_pattern": None, "rope_local_theta": None, "partial_rotary_factor": 1.0,
@@ -38,9 +38,9 @@ class Family:
     title: str
     architecture: str
     is_so: Mapping[str, Any]
-    """Of `PLAIN`, the fields that are otherwise in every model of the family."""
+    """Of `FEATURES_OFF`, the fields that are otherwise in every model of the family."""
     may_be: frozenset[str]
-    """Of `PLAIN`, the fields that its config has; the others are as in `PLAIN`."""
+    """Of `FEATURES_OFF`, the fields that its config has; the others are as in `FEATURES_OFF`."""
     says: Callable[[ModelConfig], dict[str, Any]]
     """What its config has beside what every config has."""
     must_be: Mapping[str, Any] = field(default_factory=dict)
@@ -277,7 +277,7 @@ def _unsaid(config: ModelConfig, name: str, family: Family) -> Iterator[str]:
         yield f"head_size is {config.head_size}: in OLMoE n_heads x head_size is dim"
     if name == "mixtral" and config.top_k_mlp == 1:
         yield "top_k_mlp is 1: Mixtral divides the weight of the one expert by itself, and here it is the probability"
-    for own, plain in PLAIN.items():
+    for own, plain in FEATURES_OFF.items():
         value, wanted = getattr(config, own), family.is_so.get(own, plain)
         if own in family.may_be or value == wanted or _has_no_effect(own, config):
             continue
@@ -345,7 +345,7 @@ def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         "activation": next((ours for ours, theirs in ACTIVATIONS.items() if theirs == activation), None),
         "pos_encoding": "rotary", "norm_type": "rmsnorm", "use_swiglu": True, "mla": False, "no_sink": False,
     }  # fmt: skip
-    fields |= PLAIN | dict(family.is_so) | rope
+    fields |= FEATURES_OFF | dict(family.is_so) | rope
     windows, more = _windows(values, name, family, layers)
     fields |= windows
     problems += more

@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import NoReturn
 
-EXIT_S = 10.0
+EXIT_WAIT_S = 10.0
 """How long the interpreter has for its end after something was found to hang."""
 _hanging: list[str] = []
 
@@ -19,9 +19,9 @@ def expect_a_hang(what: str) -> None:
 
 
 def limit_the_end(code: int) -> None:
-    """Call it last, before `sys.exit(code)`: if something hangs, this process ends with the code after `EXIT_S`."""
+    """Call it last, before `sys.exit(code)`: if something hangs, this process ends so after `EXIT_WAIT_S`."""
     if _hanging:
-        timer = threading.Timer(EXIT_S, _leave, (code,))
+        timer = threading.Timer(EXIT_WAIT_S, _leave, (code,))
         timer.daemon = True
         timer.start()
 

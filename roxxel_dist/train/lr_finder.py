@@ -105,7 +105,7 @@ WINDOW = 8
 Of the widths tried, with sweeps of 50 to 200 steps over 4 to 6 decades, these two came closest to the best rate; the
 difference between neighbours, or a mean over a fixed number of steps, picks out noise in long and short sweeps.
 """
-FALLEN: Mapping[str, float] = {"sgd": 0.9, "muon": 0.9}
+FALL_SHARE: Mapping[str, float] = {"sgd": 0.9, "muon": 0.9}
 """Optimizers whose suggestion is the rate at which the smoothed loss has done this share of its fall.
 
 Their best rates are near those at which a training becomes unstable. The best rates of the others, which divide by the
@@ -211,7 +211,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, opt
     """The rate `LAG` steps before the smoothed loss falls most steeply by the logarithm of the rate.
 
     That is looked for before its lowest point. With sgd and muon it is the rate at which nine tenths of the fall to
-    this point are done (`FALLEN`).
+    this point are done (`FALL_SHARE`).
 
     Rates and losses are one a step, rates evenly spaced by their logarithm, of a sweep of `num_steps` that may have
     stopped early. What comes after the loss diverged is left out. Raises ValueError where the loss did not fall.
@@ -232,8 +232,8 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, opt
             f"the loss did not fall between learning rates of {rates[0]:.2e} and {rates[len(usable) - 1]:.2e}: use a "
             f"smaller min_lr if it rose, a larger max_lr if it did not move"
         )
-    if optimizer in FALLEN:
-        level = curve[0] - FALLEN[optimizer] * (curve[0] - curve[lowest])
+    if optimizer in FALL_SHARE:
+        level = curve[0] - FALL_SHARE[optimizer] * (curve[0] - curve[lowest])
         return next(rate for rate, value in zip(rates, curve, strict=False) if value <= level)
     slopes = _slopes(curve, max(1, round(num_steps / WINDOW)))[: lowest + 1]
     return rates[max(slopes.index(min(slopes)) - LAG, 0)]

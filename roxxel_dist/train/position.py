@@ -8,7 +8,7 @@ import jax
 
 from roxxel_dist.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.checkpoint.reader import DamagedCheckpoint
-from roxxel_dist.curriculum.even_rows import SpreadRows
+from roxxel_dist.curriculum.even_rows import EvenRows
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.split import ModuleSplit
@@ -175,7 +175,7 @@ def _can_validate(parts: Parts, shape: Shape) -> bool:
         check_shapes([shape], 1, options.virtual_shards, parts.mesh, cuts_rows=cuts_rows)
         for data in (*parts.validation_sets.values(), parts.training.primary_streamer):
             if data.num_tokens:
-                SpreadRows(data.ranges, shape, options.eval_iters)
+                EvenRows(data.ranges, shape, options.eval_iters)
     except UserError:
         return False
     return True

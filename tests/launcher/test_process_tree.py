@@ -20,11 +20,11 @@ Start = Callable[..., tuple["subprocess.Popen[str]", list[int]]]
 DAEMON = "(setsid env -i /bin/bash -c 'echo $$; exec sleep 1000 > /dev/null' &); "
 START = """
 import os, subprocess, sys, time
-from roxxel_dist.launcher.host.process_tree import Tree, beat, die_with_parent, go_on_under_guard
+from roxxel_dist.launcher.host.process_tree import ProcessTree, beat, die_with_parent, go_on_under_guard
 def tree(script):
     reads, writes = os.pipe()
     options = {"stdout": writes, "start_new_session": True, "preexec_fn": die_with_parent}
-    made = Tree(lambda: subprocess.Popen(["bash", "-c", script], **options), holds=(writes,), kill_s=8.0)
+    made = ProcessTree(lambda: subprocess.Popen(["bash", "-c", script], **options), holds=(writes,), kill_s=8.0)
     os.close(writes)
     return made, open(reads)
 def say(*words):

@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from roxxel_dist import Phase, Roxxel
 from roxxel_dist.corpus.build import build
-from roxxel_dist.curriculum.even_rows import SpreadRows
+from roxxel_dist.curriculum.even_rows import EvenRows
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from roxxel_dist.model.loss import END_NATS, next_token_loss, token_losses
 from roxxel_dist.train.validation.evaluator import TRAIN, summarize
@@ -64,7 +64,7 @@ def nats_after(data):
 def predicted(data, phase, iters):
     """(nats, bytes, ends) of the text that a validation predicts, by the definition."""
     tokenizer, losses = data.tokenizer, nats_after(data)
-    found = SpreadRows(data.ranges, phase.shape, iters)
+    found = EvenRows(data.ranges, phase.shape, iters)
     nats = size = ends = 0
     for step in range(found.total_steps):
         batch = found.rows(step)

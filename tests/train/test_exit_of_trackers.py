@@ -14,7 +14,7 @@ from roxxel_dist import cli
 from roxxel_dist.process import exit_guard
 from roxxel_dist.train.log import wandb as module
 from roxxel_dist.train.log.base import LogQueue
-exit_guard.EXIT_S = 2.0
+exit_guard.EXIT_WAIT_S = 2.0
 
 def signal_service(number):
     [service] = module._services()

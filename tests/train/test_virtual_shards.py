@@ -22,7 +22,7 @@ from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.exact.gradient import check_statistics
 from roxxel_dist.train.exact.layout import check_virtual_shards
 from roxxel_dist.train.exact.packing import pack, unpack
-from roxxel_dist.train.exact.reduction import Tree, subtrees, total_of
+from roxxel_dist.train.exact.reduction import SumTree, subtrees, total_of
 from roxxel_dist.train.step.optimizer import NamedOptimizer, as_optimizer
 
 SMALL = {
@@ -186,7 +186,7 @@ def test_a_resume_goes_from_slices_to_the_whole_and_to_other_slices(data, tmp_pa
 def test_any_devices_add_one_tree():
     """Every way to give out 8 and 16 shards: the sums of subtrees, and the rest, are the tree of one device."""
     for count in (1, 2, 8, 16):
-        whole = Tree(lambda left, right: f"({left}{right})")
+        whole = SumTree(lambda left, right: f"({left}{right})")
         for shard in range(count):
             whole.put(chr(97 + shard))
         total = whole.total()
@@ -194,7 +194,7 @@ def test_any_devices_add_one_tree():
             known = {}
             for device in range(devices):
                 own = range(count * device // devices, count * (device + 1) // devices)
-                tree = Tree(lambda left, right: f"({left}{right})", own.start)
+                tree = SumTree(lambda left, right: f"({left}{right})", own.start)
                 for shard in own:
                     tree.put(chr(97 + shard))
                 known |= zip(subtrees(own), tree.sums(), strict=True)

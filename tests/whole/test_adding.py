@@ -80,7 +80,7 @@ def test_a_backend(added, monkeypatch, capsys):
 
 def test_a_tracker(added, monkeypatch, tmp_path):
     added(TRACKER)
-    monkeypatch.setattr(choose, "METRICS", (*choose.METRICS, importlib.import_module("added_file").tracker))
+    monkeypatch.setattr(choose, "TRACKERS", (*choose.TRACKERS, importlib.import_module("added_file").tracker))
     (tmp_path / "logs").mkdir()
     for restored in (0, 1):  # the second has nothing for it
         with LogQueue(choose.trackers_for(tmp_path, 4, restored)) as log:

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roxxel_dist.launcher.host.process_tree import Tree, die_with_parent
+from roxxel_dist.launcher.host.process_tree import ProcessTree, die_with_parent
 from roxxel_dist.launcher.job.placement import worker_argv
 from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.process import progress
@@ -45,7 +45,7 @@ class Rank:
     """One process of the job and all that it started (its tree)."""
 
     number: int
-    tree: Tree
+    tree: ProcessTree
     output: int
     pipe: int  # its messages beside its output: `progress.AgentPipe`
     lines: LineSplitter = field(default_factory=LineSplitter)
@@ -73,7 +73,8 @@ def start_rank(
 ) -> Rank:
     """Start a rank in its own session, with one pipe for its output, and one for its messages to the agent.
 
-    `folders` are the agent's own and `kill_s` is the limit of the keeper, see `Tree`; `pass_fds` are closed here.
+    `folders` are those of the agent and `kill_s` is the limit of the keeper, see `ProcessTree`; `pass_fds` are closed
+    here.
     Raises OSError where it cannot be started.
     """
     reads, writes = os.pipe()
@@ -95,7 +96,7 @@ def start_rank(
         )
 
     try:
-        tree = Tree(start, holds=(writes, pipe_write, *pass_fds), folders=folders, kill_s=kill_s)
+        tree = ProcessTree(start, holds=(writes, pipe_write, *pass_fds), folders=folders, kill_s=kill_s)
     except BaseException:
         os.close(reads)
         os.close(pipe_read)

@@ -45,7 +45,7 @@ class Spare:
 def start_spare(
     number: int, program: RankCommand, folders: Sequence[str], kill_s: float, *, at_once: bool = False
 ) -> Spare:
-    """Start one beside the rank `number`, whose program it is; `folders` and `kill_s` as for `Tree`.
+    """Start one beside the rank `number`, whose program it is; `folders` and `kill_s` as for `ProcessTree`.
 
     `at_once`: no rank needs the cores. Raises OSError.
     """
@@ -91,7 +91,7 @@ class Spares:
     """The spares of one host: begun when all its ranks are at their steps, and kept until the next start.
 
     Args:
-        folders: of the agent, see `Tree`.
+        folders: of the agent, see `ProcessTree`.
         limits: of the job.
         watch: takes a spare whose descriptors are to be watched.
         end: takes the rank of a spare that is ended; kills it and forgets its descriptors.

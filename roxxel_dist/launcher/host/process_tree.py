@@ -160,7 +160,7 @@ class Subreaper:
         return True
 
 
-class Tree:
+class ProcessTree:
     """A program under a keeper: a small process, forked from this one, that adopts all orphans of the program.
 
     This process must have one thread. The descriptor `fd` is readable when there is something to `receive`.
@@ -241,7 +241,7 @@ class Tree:
         self._control.close()
 
 
-class SpawnedTree(Tree):
+class SpawnedTree(ProcessTree):
     """A program under a keeper that is started, not forked: for a process with threads.
 
     Processes that are left `linger_s` after the program's end are killed; when this process ends, all of them.

@@ -36,10 +36,10 @@ IDLE_PREEMPTIONS = 10
 """Preemptions in a row, each within a minute and without a new step, after which it is no preemption any more."""
 
 PREEMPTED = {EXIT_DRAINED, *(128 + number for number in (signal.SIGTERM, signal.SIGHUP, *SCHEDULER_SIGNALS))}
-OF_NO_RANK = {EXIT_PORT, EXIT_FILES, EXIT_LOST_RANK}
+NOT_OF_A_RANK = {EXIT_PORT, EXIT_FILES, EXIT_LOST_RANK}
 """Codes by which a rank reports a failure that is not its own: the same rank may end with them again and again."""
 INFRASTRUCTURE = (
-    OF_NO_RANK
+    NOT_OF_A_RANK
     | {EXIT_RUNTIME, EXIT_NOT_STARTED}
     | {128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT)}
 )
@@ -121,7 +121,7 @@ def classify(result: AttemptResult) -> Cause:
 def summary(result: AttemptResult, *, seconds: float, counts: bool) -> AttemptSummary:
     """An attempt for `next_action`. `counts`: the program is known to report its steps, even if it has not yet."""
     failure = first_failure(result)
-    culprit = None if failure is not None and failure.code in OF_NO_RANK else result.hang or failure
+    culprit = None if failure is not None and failure.code in NOT_OF_A_RANK else result.hang or failure
     if result.differs is not None:  # an edit in the middle of a start: the next one may find the same code everywhere
         differs = result.differs
         found = {"rank": differs.rank, "host": differs.host, "reached": result.reached, "counts": True}

@@ -39,7 +39,7 @@ STDERR_LINES = 100
 """Of a program's stderr so many lines are kept, to show why it ended."""
 PROBE_END_S = 2.0
 """How long a program without ranks may take to end."""
-EXIT_LOST = 137
+EXIT_HOST_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
 
 
@@ -516,13 +516,13 @@ class HostPool:
             text = f"the connection to host {link.host} broke ({how(code)}){reason}; the agent there kills its ranks"
             return self._lose(link, text, by_link=True)
         text = f"the agent on host {link.host} ended before its ranks ({how(code)}){reason}; they were killed"
-        return self._lose(link, text, 128 - code if code < 0 else EXIT_LOST, died=True, gone=True)
+        return self._lose(link, text, 128 - code if code < 0 else EXIT_HOST_LOST, died=True, gone=True)
 
     def _lose(
         self,
         link: HostConnection,
         text: str,
-        code: int = EXIT_LOST,
+        code: int = EXIT_HOST_LOST,
         *,
         with_host: bool = False,
         died: bool = False,
@@ -584,7 +584,7 @@ class HostPool:
                         f"host {link.host} has sent nothing for {limit:g} s (--host-lease; nor had other hosts at "
                         "first: the link of this machine was cut)"
                     )
-                yield link, self._lose(link, text, EXIT_LOST if link.ready else EXIT_PREFLIGHT, with_host=True)
+                yield link, self._lose(link, text, EXIT_HOST_LOST if link.ready else EXIT_PREFLIGHT, with_host=True)
             elif self._kill_by is not None and now > self._kill_by:
                 ranks = ", ".join(map(str, link.ranks))
                 text = f"host {link.host}: of the ranks {ranks}, not all are gone {self.limits.kill_s:g} s after they "

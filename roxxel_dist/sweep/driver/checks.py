@@ -23,7 +23,7 @@ from roxxel_dist.sweep.space.sweep_file import (
     InfeasibleError,
     Sweep,
     check_per_token,
-    nearest,
+    hint_for,
 )
 
 LOGGED = (
@@ -49,7 +49,7 @@ def check_metric(run: SweepRun) -> None:
                 f"metric.name: {metric} is a mean over sets of `validation`: give their weights, as in metric: "
                 f"{{name: {metric}, weights: {{code: 0.5, math: 0.5}}}}"
             )
-        raise UserError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
+        raise UserError(f"metric.name: no training logs {metric!r}: {hint_for(metric, LOGGED)}")
 
 
 def check_comparable(run: SweepRun) -> None:

@@ -117,10 +117,10 @@ class YamlLocator:
         """Raises ValueError for a key that there is not."""
         for key in keys:
             if key not in known:
-                raise self.error([*path, str(key)], f"there is no such key: {nearest(key, known)}")
+                raise self.error([*path, str(key)], f"there is no such key: {hint_for(key, known)}")
 
 
-def nearest(name: Any, names: Sequence[str]) -> str:
+def hint_for(name: Any, names: Sequence[str]) -> str:
     """A hint for an unknown name: the nearest known name, or all of them."""
     near = difflib.get_close_matches(str(name), names, n=1)
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
@@ -230,7 +230,7 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, extras: Mapping[str
     locator.check_keys(content, KEYS)
     method = content.get("method", "bayes")
     if method not in METHODS:
-        why = f"{method!r} is not a method: {nearest(method, METHODS)} (--method also takes tpe)"
+        why = f"{method!r} is not a method: {hint_for(method, METHODS)} (--method also takes tpe)"
         raise locator.error(["method"], why)
     metric = content.get("metric", {"name": "val_loss"})
     if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
@@ -238,7 +238,7 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, extras: Mapping[str
     _check_unread(content, metric, locator)
     goal = metric.get("goal", "minimize")
     if goal not in GOALS:
-        raise locator.error(["metric", "goal"], f"{goal!r} is not a goal: {nearest(goal, GOALS)}")
+        raise locator.error(["metric", "goal"], f"{goal!r} is not a goal: {hint_for(goal, GOALS)}")
     weights = _weights(metric, locator)
     parameters = content.get("parameters")
     if parameters is None and data:
@@ -402,12 +402,12 @@ def _rules(content: Mapping[str, Any], locator: YamlLocator, parameters: Any) ->
         except ValueError as error:
             raise locator.error(path, str(error)) from None
         for name in sorted(expression.names - set(known)):
-            raise locator.error(path, f"{expression.text!r}: there is no parameter {name!r}: {nearest(name, known)}")
+            raise locator.error(path, f"{expression.text!r}: there is no parameter {name!r}: {hint_for(name, known)}")
         return expression
 
     for name in when:
         if name not in names:
-            raise locator.error(["when", name], f"there is no such parameter: {nearest(name, names)}")
+            raise locator.error(["when", name], f"there is no such parameter: {hint_for(name, names)}")
     for name, amount in resources.items():
         if not _is_amount(amount):
             raise locator.error(["resources", name], f"{amount!r} must be a number, 0 or more")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.train.exact.layout import ShardLayout, copies
-from roxxel_dist.train.exact.reduction import Programs, Tree, add_sums
+from roxxel_dist.train.exact.reduction import Programs, SumTree, add_sums
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
 ROWS, PIECES = "rows", "pieces"
@@ -106,7 +106,7 @@ class KeyMoves:
         the shards of a row: each shard gets those of its own keys and values."""
         found: ByShard = [[] for _ in self.layout.devices]
         for first in range(0, self.layout.most, self.here):
-            trees = [Tree(self.add[i] if self.add else add_sums) for i in range(len(found))]
+            trees = [SumTree(self.add[i] if self.add else add_sums) for i in range(len(found))]
             for k in range(first, first + self.here):
                 for i, tree in enumerate(trees):
                     tree.put(compute(i, k))

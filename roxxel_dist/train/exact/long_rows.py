@@ -21,7 +21,7 @@ from roxxel_dist.train.exact.layout import ShardLayout, copies
 from roxxel_dist.train.exact.long_shapes import NUMBER, LongShapes, LongSums, piece_of
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, PiecePrograms
-from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, Tree, add_sums
+from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, SumTree, add_sums
 from roxxel_dist.train.exact.uneven_key_moves import UnevenKeyMoves
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
@@ -201,9 +201,9 @@ class CompiledLongStep:
             update=update,
         )
 
-    def _trees(self, use: str) -> list[Tree]:
+    def _trees(self, use: str) -> list[SumTree]:
         adds = self.adds.get(use, [add_sums] * len(self.layout.devices))
-        return [Tree(add, own.start) for add, own in zip(adds, self.layout.owned, strict=True)]
+        return [SumTree(add, own.start) for add, own in zip(adds, self.layout.owned, strict=True)]
 
     def totals(self, models: list[Model], batch: Any) -> tuple[list[Packed], list[Leaves]]:
         """(the packed sums of all shards, no counts: the update knows them), by device of this process."""

@@ -14,7 +14,7 @@ from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
 from roxxel_dist.train.exact.long_shapes import LongSums
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST
-from roxxel_dist.train.exact.reduction import Tree, subtrees
+from roxxel_dist.train.exact.reduction import SumTree, subtrees
 from roxxel_dist.train.exact.step import RowSums
 from roxxel_dist.train.exact.update import Totals
 from roxxel_dist.train.step.compile import Compile, CompileForEach
@@ -158,7 +158,7 @@ def gathered_bytes(tree: Any) -> int:
 
 def _held(shards: range) -> int:
     """The most sums that a device holds while it computes another one."""
-    tree, most = Tree(lambda left, right: left, shards.start), 0
+    tree, most = SumTree(lambda left, right: left, shards.start), 0
     for shard in shards:
         most = max(most, tree.count)
         tree.put(shard)

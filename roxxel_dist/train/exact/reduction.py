@@ -30,7 +30,7 @@ def add_sums(left: Packed, right: Packed) -> Packed:
     return jax.tree.map(jax.numpy.add, left, right)
 
 
-class Tree:
+class SumTree:
     """The sums of a device's parts of the tree: neighbours are added, then their sums, each as soon as it can be."""
 
     def __init__(self, add: Callable[[Any, Any], Any], first: int = 0) -> None:
@@ -63,8 +63,8 @@ class Tree:
 
 
 def subtrees(shards: range) -> list[Subtree]:
-    """The whole subtrees that neighbouring shards are made of, as `Tree` leaves them."""
-    tree = Tree(lambda left, right: (left[0], left[1] + right[1]), shards.start)
+    """The whole subtrees that neighbouring shards are made of, as `SumTree` leaves them."""
+    tree = SumTree(lambda left, right: (left[0], left[1] + right[1]), shards.start)
     for shard in shards:
         tree.put((shard, 1))
     return tree.sums()
@@ -231,7 +231,7 @@ class Reduction:
     def sums_of_subtrees(self, sums: Callable[[int, int], Packed]) -> list[list[Packed]]:
         """The sums of the subtrees of each device of this process."""
         shards = self.layout.owned
-        trees = [Tree(self.add[i] if self.add else add_sums, own.start) for i, own in enumerate(shards)]
+        trees = [SumTree(self.add[i] if self.add else add_sums, own.start) for i, own in enumerate(shards)]
         for k in range(self.layout.most):
             for i, own in enumerate(shards):  # every device has something to do at once
                 if k < len(own):

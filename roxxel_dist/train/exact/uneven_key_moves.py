@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.train.exact.key_moves import ByShard
 from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
-from roxxel_dist.train.exact.reduction import Programs, Tree, add_sums, subtrees, total_of
+from roxxel_dist.train.exact.reduction import Programs, SumTree, add_sums, subtrees, total_of
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
 
@@ -183,12 +183,12 @@ class UnevenKeyMoves:
     def sums(self, compute: Callable[[int, int], Any]) -> ByShard:
         """Of float32 gradients of keys and values of whole rows, which it asks for by device and shard, the sums over
         the shards of a row: each shard gets those of its own keys and values."""
-        trees: list[dict[int, Tree]] = [{} for _ in self.layout.owned]
+        trees: list[dict[int, SumTree]] = [{} for _ in self.layout.owned]
         for k in range(self.layout.most):
             for i, own in enumerate(self.layout.owned):  # every device has something to do at once
                 if k < len(own):
                     row, place = divmod(own[k], self.shards)
-                    trees[i].setdefault(row, Tree(self.add[i], place)).put(compute(i, k))
+                    trees[i].setdefault(row, SumTree(self.add[i], place)).put(compute(i, k))
         sums = [[part for tree in own.values() for part in tree.sums()] for own in trees]
         arranged = [arrange(own) for arrange, own in zip(self.arrange, sums, strict=True)]
         del sums

@@ -11,7 +11,7 @@ from roxxel_dist.train.log.console import ConsoleTracker, TextTracker
 from roxxel_dist.train.log.csv_jsonl import CsvTracker, JsonlTracker
 from roxxel_dist.train.log.notebook import NotebookTracker, in_notebook
 
-METRICS: tuple[Callable[[Path, int], Tracker | None], ...] = (
+TRACKERS: tuple[Callable[[Path, int], Tracker | None], ...] = (
     lambda run, restored_step: CsvTracker(run / "training_log.csv", restored_step),
     lambda run, restored_step: JsonlTracker(run / "metrics.jsonl", restored_step),
 )
@@ -38,7 +38,7 @@ def trackers_for(
     if not launched or own_log:
         trackers.append(TextTracker(run / "logs" / f"rank-{process_index()}.log", total_steps))
     try:
-        for make in METRICS if is_primary() else ():
+        for make in TRACKERS if is_primary() else ():
             if (tracker := make(run, restored_step)) is not None:
                 trackers.append(tracker)
     except BaseException:  # what is open already is closed, where a log cannot be

@@ -27,7 +27,7 @@ LINE = {
 }
 """How a line shows what comes after the losses, where it is known."""
 
-USUAL = frozenset(
+HIDDEN_COLUMNS = frozenset(
     """step train_loss train_bal val_loss val_bal train_eval_loss phase tokens grad_norm update_norm lr
     expert_load_min expert_load_mean""".split()  # noqa: SIM905
 )
@@ -119,7 +119,7 @@ def format_row(row: Mapping[str, Any], total_steps: int) -> str:
             parts.append(form.format(row[name]))
     if total_steps > row["step"] and row.get("ms_per_step"):
         parts.append(f"{clock((total_steps - row['step']) * row['ms_per_step'] / 1000)} left")
-    own = (name for name in row if name not in USUAL and name not in LINE and "/" not in name)
+    own = (name for name in row if name not in HIDDEN_COLUMNS and name not in LINE and "/" not in name)
     parts += [_plain(name, row[name]) for name in own if row[name] is not None]
     return " | ".join(parts)
 

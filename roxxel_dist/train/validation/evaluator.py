@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary
-from roxxel_dist.curriculum.even_rows import SpreadRows
+from roxxel_dist.curriculum.even_rows import EvenRows
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verify import VerifiedBlocks
@@ -27,7 +27,7 @@ from roxxel_dist.train.validation.validation_rows import ValidationBatch, Valida
 HELD_OUT, TRAIN = "", "(training data)"
 """The names of the split held out of the training data, and of the training data; a user's set may be "train"."""
 NOT_SCALARS = frozenset({"loss", BALANCE, WEIGHT, BYTES, END_NATS})
-TAKEN = re.compile(r"val_(loss|bpb|bal)(/|$)")
+RESERVED_NAMES = re.compile(r"val_(loss|bpb|bal)(/|$)")
 """Names in the log that a scalar of a loss function of the user's does not get."""
 EVAL_LIMIT_S = 3600.0
 """Seconds that the user's evaluation may take longer on rank 0 than on another rank."""
@@ -80,7 +80,7 @@ class Validation:
         if key not in self._streams:
             data = self._sets[name]
             try:
-                rows = SpreadRows(data.ranges, key[1].shape, self._rows.eval_iters)
+                rows = EvenRows(data.ranges, key[1].shape, self._rows.eval_iters)
             except UserError as error:
                 raise UserError(f"validation {name!r}: {error}" if name else str(error)) from error
             self._streams[key] = Stream(rows, {"self": data}, self._sharding)
@@ -173,7 +173,7 @@ def summarize(losses: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
     if not every:
         return {}
     bits = {name: value for name, value in {"val_bpb": bits_per_byte(every), **bits}.items() if value is not None}
-    scalars = {name: value for name, value in (_scalars(every) | scalars).items() if not TAKEN.match(name)}
+    scalars = {name: value for name, value in (_scalars(every) | scalars).items() if not RESERVED_NAMES.match(name)}
     return {"val_loss": _mean(every, "loss"), "val_bal": _mean(every, BALANCE), **result, **bits, **scalars}
 
 
