@@ -346,8 +346,9 @@ def test_a_long_run_is_a_band_with_its_spike_and_its_gaps(browser, tmp_path):
         assert browser.run(chart + "return Math.max(...chart.data[chart.firstBand].filter(isNumber))") == 9.0
         assert browser.run(chart + "return chart.uplot.scales.y.max") >= 9.0
         assert "train_loss: 2 values not finite, first at step 500" in browser.text(".chart .note")
-        marks = browser.run(chart + "return chart.marks")
-        assert [8001, "resume"] in marks
+        marked = chart + "return chart.marks"
+        browser.wait(lambda: [8001, "resume"] in browser.run(marked), "the resume")  # the timeline comes by itself
+        marks = browser.run(marked)
         assert sum(kind == "gap" for _, kind in marks) >= 1
         assert "training went on after a restart (1)" in browser.text(".controls")
         label = browser.find(".plot")[0].get_attribute("aria-label")
