@@ -177,7 +177,7 @@ class Law:
         sets, and coefficients are drawn by it.
         And where the law of one set bends too much, so do others: a draw has the same place in the order of members.
         """
-        # c and e were found by the same trials: two of them say nothing of the noise.
+        # c and e were found by the same trials, and `_shape` counts two of the prior: n - 2 degrees of freedom stay.
         place, gamma = rng.random(count), rng.gamma(_shape(len(self.trials) - 4), size=count)
         trials, size = len(self.trials), len(self.members[0][0].beta)
         noise = rng.standard_normal((count, trials + size, len(self.members))) @ self.mixing
