@@ -72,8 +72,16 @@ def test_kill_9_leaves_nothing(victims: str, start: Start, alive: Alive, until: 
         until(lambda: len(psutil.Process(agent).children(recursive=True)) == 6, "all processes to be there")
         below = [agent, *(child.pid for child in psutil.Process(agent).children(recursive=True))]
         assert set(pids[1:]) < set(below), "the daemon too is found below the agent"
-        for pid in {"guard": [guard], "agent and keeper": [agent, keeper]}.get(victims, [agent]):
-            os.kill(pid, signal.SIGSTOP if "stopped" in victims else signal.SIGKILL)
+        if victims == "guard":
+            os.kill(guard, signal.SIGKILL)
+        elif victims == "agent that is stopped":
+            os.kill(agent, signal.SIGSTOP)
+        else:
+            os.kill(guard, signal.SIGSTOP)  # it would end the keeper before this test does
+            os.kill(agent, signal.SIGKILL)
+            if victims == "agent and keeper":
+                os.kill(keeper, signal.SIGKILL)
+            os.kill(guard, signal.SIGCONT)
         told = -signal.SIGKILL if victims == "guard" else 128 + signal.SIGKILL
         assert process.wait(60) == told, "the guard says how the agent ended"
         until(lambda: not any(map(alive, below)), "all processes to be gone")

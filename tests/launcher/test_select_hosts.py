@@ -1,5 +1,6 @@
 """Which hosts are selected where some are missing; the hosts themselves are in test_ssh.py."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,8 @@ ENDED = AttemptSummary(cause=Cause.INFRASTRUCTURE, code=137)
 def selector_of(
     job: JobSpec, backend: SshBackend, signals: SignalPipe, screen: Console, pool: HostPool, attempt: int
 ) -> Driver:
-    fleet, _ = fleet_of(job, backend.hosts, now=0.0)
+    now = time.monotonic()  # the driver's clock: a host is set aside for a day of it
+    fleet, _ = fleet_of(job, backend.hosts, now=now)
     return Driver((replace(fleet, attempts=(ENDED,) * attempt), []), backend, signals, screen, pool)
 
 
