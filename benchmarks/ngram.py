@@ -20,7 +20,7 @@ from flax import nnx
 from measure import Lines, Result, flags
 
 from roxxel_dist import Config, Plan, Roxxel
-from roxxel_dist.cli.demo import CONFIG, corpus_words
+from roxxel_dist.cli.train import CONFIG, corpus_words
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.run.batch import saved_plan
 from roxxel_dist.run.curriculum import build_curriculum

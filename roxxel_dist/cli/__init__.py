@@ -187,7 +187,7 @@ HANDLE_INTERRUPTS = frozenset(
 )
 """Commands that wait for other processes, and have work to do when they are interrupted."""
 COMMANDS = {
-    "demo": "roxxel_dist.cli.demo:demo",
+    "demo": "roxxel_dist.cli.train:demo",
     "data": "roxxel_dist.cli:data_group",
     "batch": "roxxel_dist.cli.train:batch",
     "train": "roxxel_dist.cli.train:train",
@@ -200,7 +200,7 @@ COMMANDS = {
     "export": "roxxel_dist.cli.models:export",
     "verify": "roxxel_dist.cli.verify:verify",
     "audit": "roxxel_dist.cli.audit:audit",
-    "check-layouts": "roxxel_dist.cli.check_layouts:check_layouts",
+    "check-layouts": "roxxel_dist.cli.audit:check_layouts",
     "compare": "roxxel_dist.cli.audit:compare",
     "report": "roxxel_dist.cli.report:report",
     "top": "roxxel_dist.cli.top:top",

@@ -15,7 +15,7 @@ from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.jobs import queued, tail
-from roxxel_dist.launcher.jobs.members import change_hosts
+from roxxel_dist.launcher.jobs.stop import change_hosts
 from roxxel_dist.launcher.jobs.stop import stop as stop_job
 from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.place.directory import LOGS, is_run

@@ -92,7 +92,7 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
         with usage_errors():
             check_command(job.command)
     if options.dry_run:
-        from roxxel_dist.launcher.control.dry_run import as_text, describe
+        from roxxel_dist.launcher.control.new_job import as_text, describe
 
         with usage_errors():  # the port may be in use
             print(json.dumps(describe(job, backend), indent=2) if options.json else printable(as_text(job, backend)))
@@ -128,7 +128,7 @@ def _check_counts(options: Any) -> None:
 
 def _is_in_the_image(command: Sequence[str]) -> bool:
     """Whether the config of a `train` command is no file of this machine."""
-    from roxxel_dist.launcher.job.flags import flag
+    from roxxel_dist.launcher.job.program import flag
 
     config = flag(command, "config")
     return config is not None and not os.path.exists(config)

@@ -48,7 +48,7 @@ def evaluate(words: list[str]) -> int:
         if args.tasks is not None and not args.tasks:
             raise UserError("--tasks has no value: name one file at least, or leave it out")
     from roxxel_dist.checkpoint.metadata import CheckpointRange
-    from roxxel_dist.cli.tables.run_table import evaluation_table, evaluations_table
+    from roxxel_dist.cli.run_table import evaluation_table, evaluations_table
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.run.evaluate import evaluate, evaluate_range
 

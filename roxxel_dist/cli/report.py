@@ -60,7 +60,7 @@ def report(words: list[str]) -> int:
 
 def _runs(args: ReportArgs) -> str:
     """Report runs; returns a message about pictures that could not be drawn."""
-    from roxxel_dist.cli.tables.run_table import report_table
+    from roxxel_dist.cli.run_table import report_table
     from roxxel_dist.run.report import differences, draw, no_pictures, read_runs
     from roxxel_dist.sweep.report.versus import pair_of_runs
     from roxxel_dist.view.web.report import write_runs

@@ -45,7 +45,7 @@ def top(words: list[str]) -> int:
     """Show runs, studies and jobs while they run, in the terminal or a browser."""
     args = parse(TopArgs, words, "top")
     with usage_errors():
-        from roxxel_dist.view.items import Watched, read
+        from roxxel_dist.view.items import Watched, read, values
 
         if args.web:
             return _web(args)
@@ -57,10 +57,7 @@ def top(words: list[str]) -> int:
         if args.json:
             import json
 
-            from roxxel_dist.view.values import values
-
-            shown = json.dumps([values(read(item)) for item in watched.items], indent=2)
-            print(shown)
+            print(json.dumps([values(read(item)) for item in watched.items], indent=2))
             return 0
         from rich.console import Console
 
@@ -83,8 +80,7 @@ def top(words: list[str]) -> int:
 def _web(args: TopArgs) -> int:
     """Serve the page until the person ends it. Raises ValueError where there is nothing to see, or no such port."""
     from roxxel_dist.view.items import finder
-    from roxxel_dist.view.web.feed import Feed
-    from roxxel_dist.view.web.server import PageServer
+    from roxxel_dist.view.web.server import Feed, PageServer
 
     if args.once or args.json:
         raise UserError("--web stays until Ctrl-C: leave --once and --json out, or leave --web out")

@@ -12,7 +12,7 @@ import jax
 
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import SCHEDULER_SIGNALS, STATUS_ENV
-from roxxel_dist.process.stop_requests import in_batch_job, kills
+from roxxel_dist.process.interrupt import in_batch_job, kills
 
 _stop, _stepped = threading.Event(), threading.Event()
 _requests: list[tuple[int, float]] = []

@@ -14,10 +14,10 @@ from roxxel_dist.data.files.atomic_dir import COMMIT, SUFFIX
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.place.files import RUN_FILES, check_run_folder, has_begun, leftovers_of
-from roxxel_dist.process import save_requests
 from roxxel_dist.process.exit_codes import REACHED_ENV, STATUS_ENV, MissingFileError, UserError
 from roxxel_dist.process.file_lock import is_held as lock_is_held
 from roxxel_dist.process.folder_lock import LOCK, FolderIsHeld, hold_folder
+from roxxel_dist.process.mailbox import save_mailbox
 from roxxel_dist.utils.voice import argument
 
 CONFIG, TOKENIZER, DATA = "config.yaml", "tokenizer.json", "data"
@@ -92,7 +92,7 @@ class RunDirectory:
             self._new = []
             raise
         self.check_new(resume)  # again, under the lock
-        save_requests.mailbox(self.path).clear()
+        save_mailbox(self.path).clear()
         for name in RUN_FILES:
             for temporary in leftovers_of(self.path / name):
                 temporary.unlink(missing_ok=True)

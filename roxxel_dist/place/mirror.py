@@ -18,8 +18,7 @@ from roxxel_dist.checkpoint.digests import files_below
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.place.bucket_folder import AT_ONCE, FileState, state_of
-from roxxel_dist.process import save_requests
-from roxxel_dist.process.mailbox import ANSWER, REQUEST
+from roxxel_dist.process.mailbox import ANSWER, REQUEST, SAVE_FOLDER, save_mailbox
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore
@@ -63,7 +62,7 @@ class RunMirror:
     def start(self) -> None:
         """Begin; delete the requests and answers that an earlier process left."""
         if self._serves:
-            self._store.delete([info.key for info in self._store.list(save_requests.FOLDER)])
+            self._store.delete([info.key for info in self._store.list(SAVE_FOLDER)])
         self._thread.start()
 
     def check(self) -> None:
@@ -153,13 +152,13 @@ class RunMirror:
 
     def _serve_requests(self) -> None:
         """Pass requests in the bucket to the folder, and answers back."""
-        box = save_requests.mailbox(self._folder)
-        for key in [info.key for info in self._store.list(save_requests.FOLDER)]:
+        box = save_mailbox(self._folder)
+        for key in [info.key for info in self._store.list(SAVE_FOLDER)]:
             if key.endswith(REQUEST):
                 if (name := Path(key).stem) not in self._serving:
                     self._serving.append(box.post({}, name))
                 self._store.delete([key])
         for name in [*self._serving]:
             if (answer := box.take_answer(name)) is not None:
-                self._store.write(f"{save_requests.FOLDER}/{name}{ANSWER}", json.dumps(answer).encode())
+                self._store.write(f"{SAVE_FOLDER}/{name}{ANSWER}", json.dumps(answer).encode())
                 self._serving.remove(name)

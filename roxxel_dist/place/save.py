@@ -13,10 +13,8 @@ from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.place.bucket_folder import LEASE
 from roxxel_dist.place.directory import CONFIG, is_held
 from roxxel_dist.place.run_place import bucket_url
-from roxxel_dist.process import save_requests
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.mailbox import ANSWER, REQUEST
-from roxxel_dist.process.save_requests import FOLDER
+from roxxel_dist.process.mailbox import ANSWER, REQUEST, SAVE_FOLDER, save_mailbox
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore
@@ -46,7 +44,7 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
         raise UserError(f"{run} is not a run directory: it has no {CONFIG}")
     if not is_held(folder):
         raise UserError(f"no job trains in {run} now: its checkpoints are in {folder / CHECKPOINTS}")
-    mailbox, end = save_requests.mailbox(folder), time.monotonic() + timeout_s
+    mailbox, end = save_mailbox(folder), time.monotonic() + timeout_s
     name = mailbox.post({})
     try:
         while time.monotonic() < end:
@@ -76,7 +74,7 @@ def _ask_through_bucket(url: "ObjectUrl", timeout_s: float) -> int:
         store.head(CONFIG)
     except StoreNotFoundError:
         raise UserError(f"{store.url} is not a run: it has no {CONFIG}") from None
-    request = f"{FOLDER}/{secrets.token_hex(8)}{REQUEST}"
+    request = f"{SAVE_FOLDER}/{secrets.token_hex(8)}{REQUEST}"
     store.write(request, b"{}")
     answer = request.removesuffix(REQUEST) + ANSWER
     while True:

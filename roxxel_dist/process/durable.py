@@ -100,3 +100,11 @@ def put_back(path: Path, descriptor: int) -> bool:
 def cache_folder() -> Path:
     """Of this user, on this host: what may be deleted, and is made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roxxel-dist"
+
+
+def state_dir() -> Path:
+    """The folder of this user's links to the records of jobs. Raises FileNotFoundError where this user has no home."""
+    for state in (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state")):
+        if os.path.isabs(state):
+            return Path(state, "roxxel-dist", "jobs")
+    raise FileNotFoundError(errno.ENOENT, "no home directory: set HOME or XDG_STATE_HOME")

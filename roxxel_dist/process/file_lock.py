@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.process.awake_clock import AwakeClock
+from roxxel_dist.process.durable import state_dir
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.process_stat import STARTED, STATE, stat
+from roxxel_dist.process.process_stat import STARTED, STATE, AwakeClock, stat
 
 POLL_S = 0.1
 READERS_S, READER_PAUSE_S = 5.0, 0.02
@@ -251,3 +251,24 @@ def _readers(path: Path) -> str:
             if words[1] == "FLOCK" and words[5] == place:
                 found.append(words[4])
     return f"process {', '.join(found)}" if found else "another process"
+
+
+def claim(name: str) -> bool:
+    """Take a name for the life of this process: the lock of a file that no other user can reach.
+
+    Such as the id of a run before its first line, or a request that is made once. If the file cannot be made, the name
+    counts as taken by this process. Files that are old are removed with old links (`index.forget`).
+    """
+    try:
+        state_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(state_dir() / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return False
+    except OSError:  # a file system without locks
+        os.close(lock)
+    return True

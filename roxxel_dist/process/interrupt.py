@@ -4,6 +4,11 @@ A KeyboardInterrupt does not do that in a process with jax. Raised in jax's call
 printed and forgotten, raised below C++ it can end in a segmentation fault, and a main thread in a long call of C (a
 tokenizer's training) does not raise it at all. So nothing is raised here: the main thread is held where it is, a thread
 of its own takes away what is half made, and the process leaves with 128 + the signal's number.
+
+A second request is one to kill where a person repeats it; systems send two signals for one request (`kills`): systemd
+sends SIGTERM and SIGHUP together, a wrapper hands on the SIGINT of the terminal, GNU timeout sends SIGTERM to its
+program and to its group, and batch systems send a warning, then SIGTERM, or (LSF) SIGINT, SIGTERM and SIGKILL ten
+seconds apart. A process that has done its work ends, whatever a library still waits for (`limit_the_end`).
 """
 
 import contextlib
@@ -14,10 +19,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+from roxxel_dist.process.exit_codes import SCHEDULER_SIGNALS
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CLEANUP_LIMIT_S = 1.0
@@ -151,3 +158,62 @@ def _watch(read_end: int) -> None:
         for number in os.read(read_end, 64):
             if number in SIGNALS and signal.getsignal(number) in (_on_signal, signal.SIG_DFL):
                 leave(number)
+
+
+PAIR_S = 3.0
+"""Signals of one request come within so many seconds, also from a busy machine."""
+FORWARD_S = 0.15
+"""A wrapper hands a SIGINT on sooner than a person presses Ctrl-C again."""
+BATCH_JOB = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "SGE_O_HOST", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID")
+"""Variables of a job of a batch system, which sends its signals one after the other until its SIGKILL."""
+AGAIN = "Ctrl-C again kills them"
+"""The words for a person who has asked for a stop."""
+
+
+def in_batch_job(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a batch system started this process."""
+    return any(environ.get(name) for name in BATCH_JOB)
+
+
+def kills(number: int, earlier: Sequence[tuple[int, float]], now: float, *, batch_job: bool = False) -> bool:
+    """Whether a signal asks to kill what saves; otherwise it is a request to stop, or says nothing new.
+
+    Args:
+        number: the signal.
+        earlier: the requests before it: (signal, when, in seconds of any clock that only grows).
+        now: by the same clock.
+        batch_job: a batch system sends signals here: of others than people's only a SIGKILL ends the save.
+    """
+    if number == signal.SIGQUIT:
+        return True
+    by_people = [when for before, when in earlier if before == signal.SIGINT]
+    if number == signal.SIGINT and by_people:
+        return now - by_people[0] >= FORWARD_S
+    if batch_job or number not in (signal.SIGINT, signal.SIGTERM):  # a terminal that closes says nothing new
+        return False
+    by_systems = [when for before, when in earlier if before not in SCHEDULER_SIGNALS]  # which are warnings
+    return bool(by_systems) and now - by_systems[0] >= PAIR_S
+
+
+EXIT_WAIT_S = 10.0
+"""How long the interpreter has for its end after something was found to hang."""
+_hanging: list[str] = []
+
+
+def expect_a_hang(what: str) -> None:
+    """Something of this process hangs, so its end may too: limit that."""
+    _hanging.append(what)
+
+
+def limit_the_end(code: int) -> None:
+    """Call it last, before `sys.exit(code)`: if something hangs, this process ends so after `EXIT_WAIT_S`."""
+    if _hanging:
+        timer = threading.Timer(EXIT_WAIT_S, _leave, (code,))
+        timer.daemon = True
+        timer.start()
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

@@ -7,8 +7,8 @@ from roxxel_dist.checkpoint.metadata import write_cursor
 from roxxel_dist.checkpoint.store import SaveError
 from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.model.split import has_random_streams_alone
+from roxxel_dist.process.mailbox import SaveRequests
 from roxxel_dist.process.progress import agent_pipe
-from roxxel_dist.process.save_requests import SaveRequests
 from roxxel_dist.train.agreement import StepAgreement
 from roxxel_dist.train.exporter import Exporter
 from roxxel_dist.train.log.base import CRASH_LIMIT_S

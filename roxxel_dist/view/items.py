@@ -1,17 +1,21 @@
 """The items of `roxxel-dist top`: runs, studies and jobs by name, or the newest active one."""
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.place.directory import JOURNAL, METRICS, is_run, is_study, no_run
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.sweep.report.text import as_json
+from roxxel_dist.utils.display import plain
 from roxxel_dist.view.bucket import BucketRunReader
 from roxxel_dist.view.job import JobReader, JobState
 from roxxel_dist.view.run import RunReader, RunState
@@ -185,3 +189,17 @@ def _newest() -> list[Item]:
 def _written(path: Path) -> float:
     times = [(path / name).stat().st_mtime for name in (METRICS, JOURNAL) if (path / name).is_file()]
     return max(times, default=0.0)
+
+
+def values(state: State) -> dict[str, Any]:
+    """The numbers of a frame; values that are not finite become None."""
+    if isinstance(state, RunState):
+        more: dict[str, Any] = {name: getattr(state, name) for name in ("left_s", "goodput", "curves")}
+        more |= {"phase": state.phase + 1 if state.phases else None}
+        values = dataclasses.asdict(dataclasses.replace(state, buckets={})) | more
+        del values["buckets"]  # the curves say what they are
+        return {"kind": "run", **plain(values)}
+    if isinstance(state, JobState):
+        return {"kind": "job", **plain(dataclasses.asdict(state))}
+    more = {name: getattr(state, name) for name in ("state", "workers", "began", "left_s", "steps_left")}
+    return {"kind": "study", **plain({"path": state.study.place, **as_json(state.study), **more})}

@@ -19,7 +19,7 @@ from roxxel_dist.place import mirror as run_mirror
 from roxxel_dist.place.bucket_folder import BucketFolder
 from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.place.run_place import local_run
-from roxxel_dist.process.save_requests import FOLDER, SaveRequests
+from roxxel_dist.process.mailbox import SAVE_FOLDER, SaveRequests
 
 STATE = {"params": {"w": jnp.arange(600_000.0), "b": jnp.arange(3.0)}, "step": jnp.int32(1)}
 
@@ -204,7 +204,7 @@ def test_requests_to_save_come_through_the_bucket(url, tmp_path, quick):
     assert keys(url, ".save") == [], "what a dead run was asked"
     for step in (7, 9):
         other.write(f".save/{step}.request", b"{}")
-        wait_for((run.folder / FOLDER / f"{step}.request").exists)
+        wait_for((run.folder / SAVE_FOLDER / f"{step}.request").exists)
         SaveRequests(run.folder).finish(step)
         wait_for(lambda: keys(url, ".save") == [f".save/{step}.answer"])  # noqa: B023
         assert json.loads(other.read(f".save/{step}.answer")) == {"step": step}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roxxel_dist.cli.check_layouts import _lines
+from roxxel_dist.cli.audit import _lines
 from roxxel_dist.layouts.check import LayoutResult
 from roxxel_dist.layouts.compare import Difference
 

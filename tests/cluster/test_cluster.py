@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster import determinism, distributed, preemption
 from roxxel_dist.cluster.mesh import make_mesh, num_devices, replicate, shard_batch
 from roxxel_dist.process.exit_codes import LostRankError
+from roxxel_dist.process.interrupt import FORWARD_S
 from roxxel_dist.process.progress import Progress, create, read
-from roxxel_dist.process.stop_requests import FORWARD_S
 
 
 def test_a_mesh_over_all_devices_or_some():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_disks import mounted_disk
 
-from roxxel_dist.cli.tables.data_table import data_table
+from roxxel_dist.cli.data import data_table
 from roxxel_dist.corpus.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer.tokenizer import EOS, train_tokenizer

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher.job.claims import claim, state_dir
+from roxxel_dist.process.durable import state_dir
+from roxxel_dist.process.file_lock import claim
 
-CODE = "import sys; from roxxel_dist.launcher.job.claims import claim; print(claim(sys.argv[1]), flush=True); input()"
+CODE = "import sys; from roxxel_dist.process.file_lock import claim; print(claim(sys.argv[1]), flush=True); input()"
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from ranks import is_waiting_spare, write_namesakes
 
 from roxxel_dist.launcher.control.report import saved
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, is_drain
-from roxxel_dist.process import stop_requests
+from roxxel_dist.process import interrupt
 
 Launch = Callable[..., Any]
 
@@ -176,7 +176,7 @@ def test_a_person_repeats_a_request_to_kill(launch: Launch, tmp_path: Path) -> N
     job.marks("up", 1)
     job.process.send_signal(INT)
     job.marks("asked", 1)
-    time.sleep(stop_requests.FORWARD_S)
+    time.sleep(interrupt.FORWARD_S)
     job.process.send_signal(INT)
     code, _, err = job.wait()
     assert code == 130, err

@@ -8,7 +8,7 @@ import pytest
 
 from roxxel_dist.launcher.policy.outcome import AttemptResult, RankExit
 from roxxel_dist.launcher.policy.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED, Cause, classify
-from roxxel_dist.process.stop_requests import BATCH_JOB, kills
+from roxxel_dist.process.interrupt import BATCH_JOB, kills
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "concepts" / "failures.md"

@@ -233,7 +233,7 @@ def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, mo
         looks.append(1)
         raise KeyError("machine")
 
-    monkeypatch.setattr(inbox.member_requests, "read", fails)
+    monkeypatch.setattr(inbox, "requests_in", fails)
     with inbox.Inbox(job, listing("a")) as box:
         assert "could not be read: KeyError('machine')" in box.faults.get(timeout=30)
         seen = len(looks)

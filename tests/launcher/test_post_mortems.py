@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.fleet.happenings import LLAMA_3, Happening, Kind
-from roxxel_dist.launcher.fleet.simulation import Simulation, Work
+from roxxel_dist.launcher.fleet.simulation import LLAMA_3, Happening, Kind, Simulation, Work
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.restart import BACKOFF_MOST_S

@@ -204,7 +204,7 @@ def test_the_launcher_imports_nothing_heavy() -> None:
     code = (
         "import sys; from roxxel_dist.launcher import JobSpec, LocalBackend, log_dir_for, new_run_id, run;"
         "import roxxel_dist.launcher.agent.agent,"
-        "roxxel_dist.launcher.host.worker, roxxel_dist.launcher.output.bar;"
+        "roxxel_dist.launcher.host.worker, roxxel_dist.launcher.output.console;"
         "print(sorted({'jax', 'numpy', 'yaml', 'rich', 'flax'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -12,8 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from roxxel_dist.launcher.fleet import events
-from roxxel_dist.launcher.fleet.happenings import SHARES, Happening, Kind, failures
-from roxxel_dist.launcher.fleet.simulation import Outcome, Simulation, Work
+from roxxel_dist.launcher.fleet.simulation import SHARES, Happening, Kind, Outcome, Simulation, Work, failures
 from roxxel_dist.launcher.fleet.state import AWAY, State
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.restart import Cause

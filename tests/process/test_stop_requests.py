@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from roxxel_dist.process.stop_requests import kills
+from roxxel_dist.process.interrupt import kills
 
 INT, TERM, HUP, QUIT = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 USR1, USR2, XCPU = signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU

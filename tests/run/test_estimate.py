@@ -15,7 +15,7 @@ from runs import rows
 from states import init_state
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase
-from roxxel_dist.cli.tables.plan_table import layouts_table, table
+from roxxel_dist.cli.plan_table import layouts_table, table
 from roxxel_dist.cluster.mesh import AXES, make_mesh
 from roxxel_dist.devices.targets import Target
 from roxxel_dist.model.config import ModelConfig

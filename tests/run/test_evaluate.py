@@ -14,7 +14,7 @@ from runs import rows, saved
 
 from roxxel_dist import Roxxel
 from roxxel_dist.cli import main
-from roxxel_dist.cli.tables.run_table import evaluations_table
+from roxxel_dist.cli.run_table import evaluations_table
 from roxxel_dist.run.evaluate import Evaluation, perplexity
 
 SMALL = {

@@ -14,8 +14,7 @@ import pytest
 from commands import environment
 from corpora import write_corpus
 
-from roxxel_dist.launcher.fleet.happenings import Happening
-from roxxel_dist.launcher.fleet.simulation import ASK_S, COPY_SHARE, Simulation, Work
+from roxxel_dist.launcher.fleet.simulation import ASK_S, COPY_SHARE, Happening, Simulation, Work
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.train.log.timeline import read_timeline
 

@@ -22,8 +22,7 @@ from rich.console import Console
 
 from roxxel_dist.view.frame import Look, frame
 from roxxel_dist.view.items import everything, items_of, read
-from roxxel_dist.view.web.feed import Feed
-from roxxel_dist.view.web.server import PageServer
+from roxxel_dist.view.web.server import Feed, PageServer
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

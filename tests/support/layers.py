@@ -31,7 +31,7 @@ RANKS = [
 # Inside a room likewise; FRONT are the files that lie in it and in none of its rooms.
 FRONT = ""
 INNER = {
-    "cli": [FRONT, "tables", "words"],
+    "cli": [FRONT, "words"],
     "view": ["web", FRONT],
     "sweep": [
         "driver",

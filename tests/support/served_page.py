@@ -4,8 +4,7 @@ import contextlib
 import threading
 
 from roxxel_dist.view.items import items_of
-from roxxel_dist.view.web.feed import Feed
-from roxxel_dist.view.web.server import PageServer
+from roxxel_dist.view.web.server import Feed, PageServer
 
 LIMIT_S = 60.0
 

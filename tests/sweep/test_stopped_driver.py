@@ -8,10 +8,10 @@ import psutil
 import pytest
 from killed_drivers import ended, until
 
-from roxxel_dist.process import awake_clock, file_lock
-from roxxel_dist.process.awake_clock import AwakeClock
+from roxxel_dist.process import file_lock, process_stat
+from roxxel_dist.process.process_stat import AwakeClock
 
-TIMES = {"process.awake_clock.GAP_S": 0.5, "sweep.executors.ray_executor.LOST_S": 2.0}
+TIMES = {"process.process_stat.GAP_S": 0.5, "sweep.executors.ray_executor.LOST_S": 2.0}
 TIMES |= {"sweep.executors.ray_executor.ASK_S": 0.2}
 STOPS, STOP_S = 2, 2.5
 
@@ -52,7 +52,7 @@ def read_until(clock, seconds, pause_s):
 
 
 def test_a_gap_counts_only_so_much(monkeypatch):
-    monkeypatch.setattr(awake_clock, "GAP_S", 0.5)
+    monkeypatch.setattr(process_stat, "GAP_S", 0.5)
     clock = AwakeClock()
     assert read_until(clock, 1.0, 0.01) >= 0.9  # who reads often enough has all of it
     before = clock.now()
@@ -62,7 +62,7 @@ def test_a_gap_counts_only_so_much(monkeypatch):
 
 def test_a_stop_is_no_silence_of_the_holder_of_a_lock(tmp_path, monkeypatch):
     """It is asked at least as often as it would have been without the stop."""
-    monkeypatch.setattr(awake_clock, "GAP_S", 0.2)
+    monkeypatch.setattr(process_stat, "GAP_S", 0.2)
     looks, lock = [], file_lock.take_lock(tmp_path / "lock")
 
     def pause(seconds):  # each pause is a stop of this process

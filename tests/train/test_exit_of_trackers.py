@@ -11,10 +11,10 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from roxxel_dist import __main__ as program
 from roxxel_dist import cli
-from roxxel_dist.process import exit_guard
+from roxxel_dist.process import interrupt
 from roxxel_dist.train.log import wandb as module
 from roxxel_dist.train.log.base import LogQueue
-exit_guard.EXIT_WAIT_S = 2.0
+interrupt.EXIT_WAIT_S = 2.0
 
 def signal_service(number):
     [service] = module._services()

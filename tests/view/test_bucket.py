@@ -13,7 +13,7 @@ from roxxel_dist.view import bucket
 from roxxel_dist.view.bucket import BucketRunReader, RunCopy
 from roxxel_dist.view.items import finder
 from roxxel_dist.view.run import RunReader
-from roxxel_dist.view.web.feed import Feed
+from roxxel_dist.view.web.server import Feed
 
 
 @pytest.fixture

@@ -23,9 +23,8 @@ from served_page import serve
 from roxxel_dist.cli import main
 from roxxel_dist.view.items import items_of
 from roxxel_dist.view.web import server as serving
-from roxxel_dist.view.web.feed import Changes, Feed
 from roxxel_dist.view.web.page import page
-from roxxel_dist.view.web.server import PageServer
+from roxxel_dist.view.web.server import Changes, Feed, PageServer
 
 LIMIT_S = 60.0
 
@@ -204,8 +203,8 @@ class Stream:
 
 
 def test_changes_and_new_runs_come_by_themselves(server, runs, monkeypatch):
-    monkeypatch.setattr("roxxel_dist.view.web.feed.NEW_S", 0.2)
-    monkeypatch.setattr("roxxel_dist.view.web.feed.LIST_S", 0.2)
+    monkeypatch.setattr("roxxel_dist.view.web.server.NEW_S", 0.2)
+    monkeypatch.setattr("roxxel_dist.view.web.server.LIST_S", 0.2)
     stream = Stream(server)
     first = stream.next()
     assert len(first["ids"]) == 2

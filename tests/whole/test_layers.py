@@ -145,7 +145,7 @@ def test_the_rules_for_hosts_have_no_clock_and_no_process():
         modules = {module for _, module in imported(path)} if path.name != "driver.py" else set()
         nodes = [*ast.walk(ast.parse(path.read_text()))] if path.name != "driver.py" else []
         modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        allowed = {"random"} if path.name == "happenings.py" else set()  # its caller gives the generator
+        allowed = {"random"} if path.name == "simulation.py" else set()  # its caller gives the generator
         assert not (modules - allowed) & {"time", "os", "threading", "queue", "socket", "subprocess", "random"}, path
         assert not [name for name in modules if name.startswith("roxxel_dist.launcher.transport")], path
 

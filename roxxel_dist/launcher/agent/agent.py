@@ -24,8 +24,7 @@ from pathlib import Path
 
 from roxxel_dist.launcher.agent import memory_folder
 from roxxel_dist.launcher.agent.lease import HostLease
-from roxxel_dist.launcher.agent.rank import Rank, RankCommand, start_rank, why_not_started
-from roxxel_dist.launcher.agent.spares import Spare, Spares, last_words
+from roxxel_dist.launcher.agent.spares import Rank, RankCommand, Spare, Spares, last_words, start_rank, why_not_started
 from roxxel_dist.launcher.host.process_tree import HANDED_ON, NOT_FOLLOWED, beat, go_on_under_guard, remove
 from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Decoder, Message, Outbox, mark, take_stdout
 from roxxel_dist.launcher.job.environment import PROXIES, direct, misleads, suspects

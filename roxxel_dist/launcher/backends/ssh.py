@@ -15,8 +15,7 @@ from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_
 from roxxel_dist.launcher.control.new_job import BackendOptions
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words, shell_text
-from roxxel_dist.launcher.transport.near_end import start_near
-from roxxel_dist.launcher.transport.words import causes
+from roxxel_dist.launcher.transport.connection import causes, start_near
 from roxxel_dist.process.exit_codes import UserError
 
 OPTIONS = (

@@ -30,10 +30,11 @@ from roxxel_dist.launcher.policy.outcome import (
     RankExit,
     is_drain,
 )
-from roxxel_dist.launcher.transport.pool import HostConnection, HostPool
+from roxxel_dist.launcher.transport.connection import HostConnection
+from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.process.exit_codes import EXIT_USAGE, OK_CODES
+from roxxel_dist.process.interrupt import AGAIN, in_batch_job, kills
 from roxxel_dist.process.progress import Record
-from roxxel_dist.process.stop_requests import AGAIN, in_batch_job, kills
 
 AFTER_DUMP_S = 0.1
 STACK = "most recent call first"

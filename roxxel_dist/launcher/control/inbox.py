@@ -3,18 +3,44 @@
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
-from roxxel_dist.launcher.control import member_requests
 from roxxel_dist.launcher.control.host_list import HostList
-from roxxel_dist.launcher.control.member_requests import Request
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.driver import Driver
 from roxxel_dist.launcher.fleet.state import NUMBERS
 from roxxel_dist.launcher.job.backend import Backend, HostSource
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.mailbox import Mailbox
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Hosts that shall join a job, or leave it."""
+
+    name: str
+    """In the mailbox."""
+    joins: bool
+    """Join; or else leave."""
+    hosts: tuple[str, ...]
+
+
+def mailbox(logs: str | Path) -> Mailbox:
+    """The requests to the job with these logs; an answer is {"done": whether it was followed, "text": words}."""
+    return Mailbox(Path(logs, "members"))
+
+
+def requests_in(box: Mailbox) -> Iterator[Request]:
+    """Take the requests that are there."""
+    for name, content in box.take_requests():
+        if isinstance(content.get("hosts"), list):
+            yield Request(name=name, joins=bool(content.get("joins")), hosts=tuple(map(str, content["hosts"])))
+
 
 FILE_S, COMMAND_S = 1.0, 5.0
 """Between two looks at a list: a file, a command."""
@@ -37,7 +63,7 @@ class Inbox:
         self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Why a list cannot be read; each once, whatever its numbers: a client may say the time."""
         self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._mailbox = member_requests.mailbox(job.log_dir)
+        self._mailbox = mailbox(job.log_dir)
         self._check_joining = backend.check_joining
         self._source = backend.more_hosts if job.hosts_from is None else HostList(job.hosts_from)
         self._held = list(backend.listed)
@@ -67,7 +93,7 @@ class Inbox:
                 self._fail(f"lists and requests could not be read: {error!r}")
 
     def _look(self) -> None:
-        for request in member_requests.read(self._mailbox):
+        for request in requests_in(self._mailbox):
             self.requests.put(request)
         if self._source is not None and time.monotonic() >= self._due:
             self._poll_list(self._source)

@@ -16,7 +16,7 @@ from roxxel_dist.launcher.policy.outcome import (
     how,
     is_cut_off,
 )
-from roxxel_dist.launcher.transport.words import shortened
+from roxxel_dist.launcher.transport.connection import shortened
 from roxxel_dist.process.exit_codes import (
     EXIT_DRAINED,
     EXIT_HANG,

@@ -19,7 +19,8 @@ from roxxel_dist.launcher.policy.outcome import HostLost
 from roxxel_dist.launcher.preflight import failed_hosts
 from roxxel_dist.launcher.preflight.devices import checks_of
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
-from roxxel_dist.launcher.transport.pool import HostConnection, HostPool
+from roxxel_dist.launcher.transport.connection import HostConnection
+from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted
 
 TEND_S = 0.5

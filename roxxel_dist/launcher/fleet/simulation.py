@@ -4,12 +4,13 @@ What happens to the hosts is an iterator of `Happening`s. One rank runs on each 
 """
 
 import math
+import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from roxxel_dist.launcher.fleet import events
-from roxxel_dist.launcher.fleet.happenings import Happening
 from roxxel_dist.launcher.fleet.state import Fleet, State
 from roxxel_dist.launcher.fleet.step import DEPART_S, SWAP_S, fleet_of, step
 from roxxel_dist.launcher.job.spec import JobSpec
@@ -20,6 +21,48 @@ from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_NOT_STARTED, EXIT_PREFLIGHT, EXIT_RUNTIME
 from roxxel_dist.process.progress import Record
+
+Kind = Literal["crash", "runtime", "hang", "refused", "lost", "link", "preempted", "slow", "join", "leave"]
+LLAMA_3: Mapping[Kind, int] = {"lost": 268 + 21 + 32, "crash": 54 + 2, "runtime": 35, "hang": 7}
+"""The 419 unexpected interruptions of Llama 3 405B on 16,384 GPUs in 54 days (arXiv 2407.21783, table 5), by what the
+launcher sees. A GPU or another part of a host, and maintenance: the host is out until it is repaired. Software: a rank
+ends. The network: the ranks end with an error of their runtime, on hosts that are well. A timeout of collectives: a
+hang. That the parts of a host put it out is read into the table, which does not say so."""
+SHARES: Mapping[Kind, float] = {kind: count / 419 for kind, count in LLAMA_3.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Happening:
+    """Something that happens to hosts (for `link`, to all); some kinds mean nothing where no rank runs."""
+
+    at: float
+    kind: Kind
+    hosts: tuple[str, ...] = ()
+    seconds: float = 0.0
+    """How long they are away, or slow."""
+
+
+def failures(
+    rng: random.Random,
+    hosts: Sequence[str],
+    mtbf_s: float,
+    *,
+    repair_s: float = 7200.0,
+    shares: Mapping[Kind, float] = SHARES,
+    burst: float = 0.0,
+) -> Iterator[Happening]:
+    """Failures without end: each host fails once in `mtbf_s` seconds, on average, and is away for `repair_s` if it is
+    lost. `burst`: the share of failures that hit neighbours too, at once or within minutes."""
+    now, kinds, weights = 0.0, list[Kind](shares), [*shares.values()]
+    while True:
+        now += rng.expovariate(len(hosts) / mtbf_s)
+        kind, first = rng.choices(kinds, weights)[0], rng.randrange(len(hosts))
+        number = rng.randint(2, 4) if rng.random() < burst else 1
+        near = tuple(hosts[(first + n) % len(hosts)] for n in range(min(number, len(hosts))))
+        for some in (near,) if kind in ("lost", "preempted") else [(host,) for host in near]:
+            yield Happening(at=now, kind=kind, hosts=some, seconds=rng.expovariate(1 / repair_s))
+            now += rng.expovariate(1 / 120) if len(some) < len(near) else 0.0
+
 
 ASK_S, AWAY_S = 1.0, 10.0
 """An answer of all hosts, and one that some do not give."""

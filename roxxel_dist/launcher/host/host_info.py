@@ -15,7 +15,6 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.host.installed import versions
 from roxxel_dist.launcher.job.program import host_checks
 from roxxel_dist.process.file_lock import boot_id
 from roxxel_dist.process.platforms import why_no_devices
@@ -181,3 +180,18 @@ def process_name(pid: int) -> str:
         program = (place / "comm").read_text(errors="replace").strip()
         return f"process {pid} ({program} of user {pwd.getpwuid(place.stat().st_uid).pw_name})"
     return f"process {pid}"
+
+
+PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Of `PACKAGES`, by the names of the folders that pip makes: `importlib.metadata` takes as long as all the rest."""
+    installed: dict[str, str] = {}
+    for place in sys.path:
+        with suppress(OSError):
+            for name in os.listdir(place or "."):
+                if name.endswith(".dist-info"):
+                    package, _, version = name.removesuffix(".dist-info").partition("-")
+                    installed.setdefault(package.lower().replace("_", "-"), version)
+    return {name: installed[name] for name in PACKAGES if name in installed}

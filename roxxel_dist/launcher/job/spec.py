@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from roxxel_dist.launcher.job.claims import claim
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.program import Program, program_of
 from roxxel_dist.process.device_counts import DeviceNeeds
@@ -22,6 +21,7 @@ from roxxel_dist.process.exit_codes import (
     STATUS_ENV,
     UserError,
 )
+from roxxel_dist.process.file_lock import claim
 from roxxel_dist.process.platforms import VARIABLES
 
 CONTRACT = (

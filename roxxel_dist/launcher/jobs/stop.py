@@ -1,14 +1,16 @@
-"""Asking the controller of a job of this machine to stop, and waiting until it has."""
+"""Requests to the controller of a running job: to stop, or to let hosts join or leave it; and waiting for the end."""
 
 import os
 import select
 import signal
 import time
+from collections.abc import Sequence
 
+from roxxel_dist.launcher.control.inbox import mailbox
 from roxxel_dist.launcher.control.record import JobRecord, is_alive
-from roxxel_dist.launcher.job.claims import claim
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.file_lock import claim
 
 REPORT_S = 5.0
 """How often a message says that a job still runs."""
@@ -70,3 +72,41 @@ def _request(job: JobRecord, controller: int, *, kill: bool) -> None:
         return
     except PermissionError as error:
         raise UserError(f"run {job.run_id} was launched by another user, who alone can stop it") from error
+
+
+LOOK_S = 0.1
+ANSWER_S = 120.0
+"""Seconds that a controller has for its answer: it gives none while it starts ranks."""
+
+
+def change_hosts(job: JobRecord, hosts: Sequence[str], *, joins: bool) -> bool:
+    """Ask that hosts join the job, or leave it, and say the answer; whether it is done.
+
+    Raises:
+        UserError: the job has ended, takes no hosts, or its folder cannot be written.
+    """
+    if job.is_over:
+        raise UserError(f"run {job.run_id} is {job.state}: launch it again with other --hosts")
+    if not job.takes_hosts:
+        raise UserError(
+            f"run {job.run_id} takes no hosts: those of `launch ssh` and `launch exec` do, without --max-restarts 0"
+        )
+    box = mailbox(job.log_dir)
+    try:
+        request = box.post({"joins": joins, "hosts": list(hosts)})
+    except OSError as error:
+        raise UserError(f"run {job.run_id} cannot be asked: {error.filename}: {error.strerror}") from error
+    begun = reported = time.monotonic()
+    try:
+        while (answer := box.take_answer(request)) is None:
+            now = time.monotonic()
+            if (state := job.now()).is_over or now - begun > ANSWER_S:
+                raise UserError(f"run {job.run_id} did not answer: it is {state.state}")
+            if now - reported > REPORT_S:
+                reported = now
+                info(f"{progress(state)}, {now - begun:.0f} s after the request")
+            time.sleep(LOOK_S)
+    finally:
+        box.withdraw(request)
+    info(f"run {job.run_id}: {answer['text']}")
+    return answer["done"]

@@ -12,8 +12,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.claims import state_dir
-from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.durable import state_dir, write_file
 
 KEPT_S = 24 * 3600.0
 ALL = "all"

@@ -2,41 +2,30 @@
 
 import os
 import secrets
-import select
 import selectors
 import signal
-import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence, Set
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from typing import Self
 
-from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Decoder, Message, Outbox
-from roxxel_dist.launcher.job.backend import Backend, RemoteProcess
+from roxxel_dist.launcher.host.protocol import Message
+from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import Placement
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.policy.outcome import HostLost, how
-from roxxel_dist.launcher.transport.words import (
+from roxxel_dist.launcher.transport.connection import (
     ANOTHER_SHELL,
-    ASIDE,
     ASKED,
-    CLOSED,
-    MOST_CAUSES,
-    causes,
+    CHUNK,
+    HostConnection,
     question_in,
     shortened,
 )
 from roxxel_dist.process.exit_codes import EXIT_PREFLIGHT, UserError
 
-CHUNK = 1 << 20
-STDERR_LINES = 100
-"""Of a program's stderr so many lines are kept, to show why it ended."""
 PROBE_END_S = 2.0
 """How long a program without ranks may take to end."""
 EXIT_HOST_LOST = 137
@@ -53,153 +42,6 @@ def _ranks_of(job: JobSpec, place: Placement) -> Message:
     """The part of an order that says which ranks a host has."""
     ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
     return {"command": job.command, "ranks": ranks}
-
-
-@dataclass(eq=False, kw_only=True)
-class HostConnection:
-    """The controller's end of one program on a host."""
-
-    host: str
-    process: RemoteProcess
-    limits: Limits = field(default_factory=Limits)
-    ranks: list[int] = field(default_factory=list)
-    last_seen: float = field(default_factory=time.monotonic)
-    """When the last message of the program came, by the launcher's clock."""
-    echoed: float = 0.0
-    """When the newest heartbeat was sent that the program has acknowledged, by the launcher's clock."""
-    leased: bool = False
-    """Whether its ranks may have a lease: for some time no host is known to have received from the launcher."""
-    ready: bool = False
-    """Whether any message has come."""
-    done: bool = False
-    """Whether nothing more is expected from it in this attempt: its work has ended, or it is lost."""
-    lost: bool = False
-    """Whether no message is expected from it any more."""
-    started: bool = False
-    """Whether it got the order to start ranks, or spares: from then on it ends if it receives nothing."""
-    gone: int | None = None
-    """The exit code of its guard, as that says when nothing is left there; its client may have another one."""
-    question: int = 0
-    """The number of the last question sent to it."""
-    answered: int = 0
-    """That of the last question that it has answered."""
-    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    """With which its messages begin."""
-    stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
-    """The last lines of its stderr: those of ssh, or of a program that could not start."""
-
-    def __post_init__(self) -> None:
-        stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
-        assert stdin is not None
-        assert stdout is not None
-        assert stderr is not None
-        self._streams = (stdin, stdout, stderr)
-        self.order_fd: int = stdin.fileno()
-        self.fd: int = stdout.fileno()
-        self.error_fd: int = stderr.fileno()
-        self._outbox = Outbox(self.order_fd)
-        self.backlog: set[HostConnection] = set()
-        """Of its pool: those with orders for which the pipe has had no room."""
-        self._is_new = True
-        self.decoder: Decoder = Decoder(self.nonce)
-        self._lines = LineSplitter()
-        self._lock = threading.Lock()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there are orders for which the pipe has had no room."""
-        return len(self._outbox) > 0
-
-    def send(self, *messages: Message) -> None:
-        """Give orders, and go on with those that wait, without waiting for the program; one that is gone needs none."""
-        with self._lock:
-            if self._streams[0].closed:
-                return
-            for message in messages:
-                self._outbox.send(
-                    {**message, NONCE: self.nonce, LIMITS: asdict(self.limits)} if self._is_new else message
-                )
-                self._is_new = False
-            self._outbox.flush()
-            (self.backlog.add if self.waiting else self.backlog.discard)(self)
-
-    @property
-    def last_words(self) -> str:
-        """The last line of a program that runs and does not answer, for a message."""
-        line = self.last_error or self.decoder.noise
-        return f" (its last line: {shortened(line)})" if line else ""
-
-    @property
-    def last_error(self) -> str:
-        """The last line of its stderr, but for what clients say in any case; or ""."""
-        return next((line.strip() for line in reversed(self.stderr) if not ASIDE.search(line)), "")
-
-    @property
-    def first_causes(self) -> str:
-        """Why its client did not connect, where that closed the connection for a reason that it gave before; or ""."""
-        lines = [line for line in self.stderr if not ASIDE.search(line)]
-        return " | ".join(causes(lines)[-MOST_CAUSES:]) if lines and CLOSED.search(lines[-1]) else ""
-
-    def messages(self, data: bytes) -> Iterator[Message]:
-        """The messages that this piece of its output completes. Raises ValueError for what no single agent sends."""
-        for message in self.decoder.feed(data):
-            if message.get("type") == "gone":
-                self.gone = int(message["code"])
-                return
-            self.ready = True
-            if "id" in message and message["id"] <= self.answered:  # one program answers in order
-                raise UserError("more than one program answers: what reaches this host must reach no other one too")
-            self.answered = message.get("id", self.answered)
-            yield message
-
-    def errors(self, data: bytes) -> list[str]:
-        """The lines that this piece of its stderr completes (its end: `b""`)."""
-        lines = [line for line in (self._lines.feed(data) if data else self._lines.close()) if line.strip()]
-        self.stderr.extend(lines)
-        return lines
-
-    def wait(self, limit_s: float) -> int | None:
-        """How the program ended, and its stderr up to there; None where it has not within the limit, and is killed."""
-        try:
-            code = self.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = None
-        os.set_blocking(self.error_fd, False)  # another process may hold the other end for long
-        with suppress(BlockingIOError):
-            while data := os.read(self.error_fd, CHUNK):
-                self.errors(data)
-        self.errors(b"")
-        return code
-
-    def hang_up(self) -> None:
-        """Close the stream of orders: the program ends, an agent together with its ranks.
-
-        The runtime of a container may keep the stream open there, so there is an order for it too.
-        """
-        self.send({"type": "leave"})
-        with self._lock, suppress(BrokenPipeError):
-            self._streams[0].close()
-
-    def close(self, limit_s: float) -> None:
-        """Wait for the end of a program that was hung up on. Its client is killed at the limit, or where it lingers."""
-        end = time.monotonic() + limit_s
-        if self.started:  # so it has a guard, which says when nothing is left
-            self._read_to_end(end)
-        self._streams[1].close()
-        left_s = max(0.0, end - time.monotonic())
-        if self.wait(left_s if self.gone is None else min(left_s, self.limits.linger_s)) is None:
-            self.process.wait()
-        self._streams[2].close()
-
-    def _read_to_end(self, end: float) -> None:
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        with suppress(ValueError):  # what comes is no message
-            while self.gone is None and poll.poll(1000 * max(0.0, end - time.monotonic())):
-                if not (data := os.read(self.fd, CHUNK)):
-                    return
-                deque(self.messages(data), maxlen=0)
 
 
 class HostPool:

@@ -17,9 +17,8 @@ from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import PROGRAM_FIX, Backend
 from roxxel_dist.launcher.policy.outcome import how
 from roxxel_dist.launcher.policy.restart import backoff
-from roxxel_dist.launcher.transport.near_end import NearEnd
-from roxxel_dist.launcher.transport.pool import PROBE_END_S, HostConnection, HostPool
-from roxxel_dist.launcher.transport.words import DENIED, KEY_COMMAND, PLUGIN, shortened
+from roxxel_dist.launcher.transport.connection import DENIED, KEY_COMMAND, PLUGIN, HostConnection, NearEnd, shortened
+from roxxel_dist.launcher.transport.pool import PROBE_END_S, HostPool
 from roxxel_dist.process.process_stat import SESSION, processes
 
 FIRST_ROOM, AT_ONCE = 32, 512

@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from roxxel_dist.launcher.fleet.happenings import SHARES, Kind, failures
-from roxxel_dist.launcher.fleet.simulation import COPY_SHARE, Simulation, Work
+from roxxel_dist.launcher.fleet.simulation import COPY_SHARE, SHARES, Kind, Simulation, Work, failures
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.log.timeline import read_timeline

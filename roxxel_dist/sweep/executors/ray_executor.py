@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from roxxel_dist.launcher.backends.ray.cluster import amounts, capacities
 from roxxel_dist.launcher.control.record import Process, is_alive, this_process
-from roxxel_dist.process.awake_clock import AwakeClock
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.process_stat import AwakeClock
 from roxxel_dist.sweep.trial.outcome import disk_full
 
 Item = dict[str, Any]

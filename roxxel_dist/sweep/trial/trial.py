@@ -13,8 +13,8 @@ from typing import Any
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, read_cursor
 from roxxel_dist.place.directory import LOCK, is_held
-from roxxel_dist.process.awake_clock import AwakeClock
 from roxxel_dist.process.file_lock import holder
+from roxxel_dist.process.process_stat import AwakeClock
 from roxxel_dist.settings.config import Config, flat_fields
 from roxxel_dist.settings.training import SHARE_COMPILATION, TRIAL
 from roxxel_dist.sweep.space.trial_phases import is_of_phases, phases_of_trial, with_points

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-from roxxel_dist.process.exit_guard import expect_a_hang
+from roxxel_dist.process.interrupt import expect_a_hang
 
 CLOSE_LIMIT_S = 30.0
 CRASH_LIMIT_S = 5.0

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.output.bar import Bar, clock
+from roxxel_dist.launcher.output.console import Bar, clock
 from roxxel_dist.process.durable import put_back
 from roxxel_dist.process.exit_codes import STATUS_ENV, UserError
 from roxxel_dist.process.progress import agent_pipe

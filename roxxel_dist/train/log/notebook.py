@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from roxxel_dist.launcher.output.bar import clock, scaled
+from roxxel_dist.launcher.output.console import clock, scaled
 
 LOSSES = ("train_loss", "val_loss")
 

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from roxxel_dist.devices.accelerators import peak_flops
-from roxxel_dist.process.free_memory import free_bytes
+from roxxel_dist.process.process_stat import free_bytes
 
 ON_ACCELERATORS = 3
 """Steps that may wait: enough to keep the devices busy, few enough to stop soon."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 
-from roxxel_dist.launcher.job import claims
+from roxxel_dist.process.durable import state_dir
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.view.items import Item, State, is_active, read
 from roxxel_dist.view.metrics import CONTENT_TYPE, exposition
@@ -102,7 +102,7 @@ class _MetricsHandler(TokenHandler):
 
 def default_token_file() -> Path:
     """In the folder of this user's state. Raises FileNotFoundError if there is no home directory."""
-    return claims.state_dir().parent / "metrics-token"
+    return state_dir().parent / "metrics-token"
 
 
 def token_of(path: Path) -> str:

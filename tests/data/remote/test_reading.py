@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from buckets import opened, put
 
-from roxxel_dist.cli.tables.data_table import data_table
+from roxxel_dist.cli.data import data_table
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel, locate_token

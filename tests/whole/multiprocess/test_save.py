@@ -10,7 +10,7 @@ import pytest
 from commands import run, start, wait_for
 
 from roxxel_dist.place.save import ask_for_checkpoint
-from roxxel_dist.process.save_requests import FOLDER
+from roxxel_dist.process.mailbox import SAVE_FOLDER
 
 LOOP = os.path.join(os.path.dirname(__file__), "save_loop.py")
 
@@ -67,4 +67,4 @@ def test_all_ranks_save_the_steps_that_were_asked_for(folder, job):
     assert said.stdout == f"saved: step {first[-1]}\n", said.stderr
     assert {*answers} <= {*first}
     assert len(first) > 2, "all at once: nothing was tried"
-    assert not (folder / FOLDER).exists()
+    assert not (folder / SAVE_FOLDER).exists()

@@ -7,7 +7,7 @@ import os
 import pytest
 from commands import rows, run, start, wait_for
 
-from roxxel_dist.process.save_requests import mailbox
+from roxxel_dist.process.mailbox import save_mailbox
 from roxxel_dist.weights.files import read_weights, step_of
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "trainer_together.py")
@@ -23,10 +23,10 @@ def test_a_rewind_a_request_and_patience_on_two_processes(corpus, tmp_path):
     try:
         wait_for(lambda: launcher.poll() is not None or max(rows(tmp_path / "run"), default=0) >= 19, what="step 19")
         assert launcher.poll() is None, (tmp_path / "started.log").read_text()
-        request = mailbox(tmp_path / "run").post({})
+        request = save_mailbox(tmp_path / "run").post({})
         (tmp_path / "go").touch()
         assert launcher.wait(100) == 0, (tmp_path / "started.log").read_text()
-        answer = mailbox(tmp_path / "run").take_answer(request)
+        answer = save_mailbox(tmp_path / "run").take_answer(request)
     finally:
         launcher.kill()
         launcher.wait()

@@ -15,7 +15,7 @@ from typing import ClassVar
 from roxxel_dist.launcher.backends.slurm.grow import GrowJobs
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
-from roxxel_dist.launcher.transport.near_end import start_near
+from roxxel_dist.launcher.transport.connection import start_near
 from roxxel_dist.process.exit_codes import UserError
 
 OPTIONS = (

@@ -6,20 +6,19 @@ import os
 import pytest
 
 from roxxel_dist.place.directory import RunDirectory
-from roxxel_dist.process import save_requests
-from roxxel_dist.process.mailbox import Mailbox
-from roxxel_dist.process.save_requests import SaveRequests, mailbox
+from roxxel_dist.process import mailbox
+from roxxel_dist.process.mailbox import Mailbox, SaveRequests, save_mailbox
 
 
 @pytest.fixture
 def requests(tmp_path, monkeypatch):
     """Those of a job that looks whenever it is asked."""
-    monkeypatch.setattr(save_requests, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(mailbox, "LOOK_EVERY_S", 0.0)
     return SaveRequests(tmp_path)
 
 
 def test_a_request_is_open_until_its_step_is_saved(requests, tmp_path):
-    box = mailbox(tmp_path)
+    box = save_mailbox(tmp_path)
     assert not requests.is_open()
     one = box.post({})
     assert requests.is_open()
@@ -42,7 +41,7 @@ def test_a_request_is_open_until_its_step_is_saved(requests, tmp_path):
 
 
 def test_who_asks_during_a_save_is_answered_by_the_next_one(requests, tmp_path):
-    box = mailbox(tmp_path)
+    box = save_mailbox(tmp_path)
     early, same = box.post({}), box.post({})
     assert requests.is_open()
     requests.begin(5)
@@ -57,7 +56,7 @@ def test_who_asks_during_a_save_is_answered_by_the_next_one(requests, tmp_path):
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_asked_too_late_for_a_step_the_last_checkpoint_is_the_answer(requests, tmp_path, begun):
-    box = mailbox(tmp_path)
+    box = save_mailbox(tmp_path)
     names = [box.post({})]
     if begun:
         assert requests.is_open()
@@ -68,7 +67,7 @@ def test_asked_too_late_for_a_step_the_last_checkpoint_is_the_answer(requests, t
 
 
 def test_a_run_that_begins_does_not_see_what_a_dead_one_was_asked(tmp_path):
-    box = mailbox(tmp_path)
+    box = save_mailbox(tmp_path)
     for name in ("config.yaml", "training_cursor.json"):
         (tmp_path / name).touch()
     box.post({})
@@ -82,19 +81,19 @@ def test_a_run_that_begins_does_not_see_what_a_dead_one_was_asked(tmp_path):
         RunDirectory(tmp_path).claim(resume=True)
     assert [request for request, _ in box.take_requests()] == [name], "a run that could not begin cleared another's"
     run.release()
-    mailbox(tmp_path / "nowhere").clear()
+    save_mailbox(tmp_path / "nowhere").clear()
 
 
 def test_a_folder_that_is_gone(tmp_path):
     with pytest.raises(OSError, match=os.strerror(errno.ENOENT)):
-        mailbox(tmp_path / "gone").post({})
+        save_mailbox(tmp_path / "gone").post({})
 
 
 def test_a_folder_that_cannot_be_used_does_not_stop_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(save_requests, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(mailbox, "LOOK_EVERY_S", 0.0)
     run, away = tmp_path / "run", tmp_path / "away"
     run.mkdir()
-    requests, box = SaveRequests(run), mailbox(run)
+    requests, box = SaveRequests(run), save_mailbox(run)
     name = box.post({})
     assert requests.is_open()
     requests.begin(5)

@@ -1,1 +1,0 @@
-"""What commands print as tables."""
