@@ -50,7 +50,7 @@ from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_pr
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.process.durable import make_folder, sync_folder, write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.folder_lock import LOCK
+from roxxel_dist.process.file_lock import LOCK
 
 CHECKPOINTS = "checkpoints"
 """The name of the folder of checkpoints in a run directory."""

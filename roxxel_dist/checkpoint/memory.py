@@ -40,8 +40,7 @@ from roxxel_dist.cluster.distributed import (
     process_index,
 )
 from roxxel_dist.process.exit_codes import MEMORY_ENV
-from roxxel_dist.process.file_lock import boot_id
-from roxxel_dist.process.process_stat import free_bytes
+from roxxel_dist.process.process_stat import boot_id, free_bytes
 
 REPORT_LIMIT_S = 600.0
 """Seconds that all ranks together may take for a generation, after the copy."""

@@ -30,7 +30,7 @@ from roxxel_dist.cluster.distributed import (
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.process.durable import make_folder, sync_folder
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.folder_lock import hold_folder, is_held_here
+from roxxel_dist.process.file_lock import hold_folder, is_held_here
 
 SAVE_LIMIT_S = 3600.0
 """Seconds that all ranks together may take to write one checkpoint."""

@@ -63,13 +63,17 @@ def doctor(words: list[str]) -> int:
     """Check that hosts answer, are equal, and are ready to train."""
     cut = words.index("--") if "--" in words else len(words)
     args, command = parse(DoctorArgs, words[:cut], "doctor"), words[cut + 1 :]
-    from roxxel_dist.launcher.preflight import failed_hosts
-    from roxxel_dist.launcher.preflight.devices import DeviceChecks
+    from roxxel_dist.launcher.preflight.devices import (
+        DeviceChecks,
+        forget_failures,
+        forget_failures_of_user,
+        remember_failure,
+    )
     from roxxel_dist.launcher.preflight.run import check_hosts
 
     with usage_errors():
         if args.forget is not None:
-            gone = failed_hosts.forget_of_user(args.forget.split(","))
+            gone = forget_failures_of_user(args.forget.split(","))
             print(f"forgotten: {', '.join(dict.fromkeys(gone)) or 'no host, for none of them has failed'}")
             return 0
         needs = requirements(args, tuple(command))
@@ -79,8 +83,8 @@ def doctor(words: list[str]) -> int:
         checks = DeviceChecks(mode=args.check_devices, command=args.preflight, pending={*backend.hosts}, lists=True)
         report = check_hosts(needs, backend, backend.hosts, port=args.port, devices=checks)
         for host, why in report.suspects.items():
-            failed_hosts.remember(backend, host, why)
-        failed_hosts.forget(backend, list(checks.passed))
+            remember_failure(backend, host, why)
+        forget_failures(backend, list(checks.passed))
         as_json = {"fit": report.passed, **dataclasses.asdict(report)}
         print(json.dumps(as_json, indent=2) if args.json else printable(_as_text(report, len(backend.hosts))))
         return 0 if report.passed else EXIT_PREFLIGHT

@@ -21,8 +21,7 @@ from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.place.directory import LOGS, is_run
 from roxxel_dist.place.run_place import local_folder
 from roxxel_dist.process.exit_codes import EXIT_FAILED, OK_CODES, UserError
-from roxxel_dist.process.file_lock import holding_process
-from roxxel_dist.process.folder_lock import LOCK
+from roxxel_dist.process.file_lock import LOCK, holding_process
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import aligned
 

@@ -42,7 +42,7 @@ def command_of(name: str) -> Callable[[list[str]], int]:
                 raise UserError(f"no command: write it after `--`, as in {example}")
             passed, given = kind.split_words([_with_our_name(word, kind) for word in words[:end]])
             if name in ONE_LAUNCHER and "SLURM_STEP_ID" in os.environ:
-                from roxxel_dist.launcher.backends.slurm.allocation import refuse_copies
+                from roxxel_dist.launcher.backends.slurm.backend import refuse_copies
 
                 refuse_copies(os.environ)
         program = without_program_name(words[end + 1 :])

@@ -17,8 +17,7 @@ from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.url import ObjectUrl, is_url
 from roxxel_dist.process.durable import cache_folder, make_folder, write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.file_lock import is_held
-from roxxel_dist.process.folder_lock import LOCK
+from roxxel_dist.process.file_lock import LOCK, is_held
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectInfo

@@ -15,8 +15,8 @@ from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.place.files import RUN_FILES, check_run_folder, has_begun, leftovers_of
 from roxxel_dist.process.exit_codes import REACHED_ENV, STATUS_ENV, MissingFileError, UserError
+from roxxel_dist.process.file_lock import LOCK, FolderIsHeld, hold_folder
 from roxxel_dist.process.file_lock import is_held as lock_is_held
-from roxxel_dist.process.folder_lock import LOCK, FolderIsHeld, hold_folder
 from roxxel_dist.process.mailbox import save_mailbox
 from roxxel_dist.utils.voice import argument
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from roxxel_dist.checkpoint.metadata import CURSOR
 from roxxel_dist.data.files.discovery import ENDINGS
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.folder_lock import LOCK
+from roxxel_dist.process.file_lock import LOCK
 
 RUN_FILES = (
     "config.yaml",

@@ -15,8 +15,7 @@ from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.utils.display import aligned, counted
 from roxxel_dist.view.curve import Points
-from roxxel_dist.view.items import State
-from roxxel_dist.view.job import JobState
+from roxxel_dist.view.items import JobState, State
 from roxxel_dist.view.run import RankState, RunState, worst
 from roxxel_dist.view.study import StudyState
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from roxxel_dist.launcher.control.record import Restart
-from roxxel_dist.view.items import State, is_active
-from roxxel_dist.view.job import JobState
+from roxxel_dist.view.items import JobState, State, is_active
 from roxxel_dist.view.run import RankState, RunState
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0"

@@ -6,8 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from roxxel_dist.place.directory import DEFINITION, JOURNAL
-from roxxel_dist.process.file_lock import is_held
-from roxxel_dist.process.folder_lock import LOCK
+from roxxel_dist.process.file_lock import LOCK, is_held
 from roxxel_dist.sweep.samplers.pairs import outcome
 from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.folder import EXTRAS, Study, StudyDir

@@ -15,7 +15,7 @@ from roxxel_dist.process.exit_codes import UserError
 HOLDER = """
 import sys
 from pathlib import Path
-from roxxel_dist.process.folder_lock import hold_folder
+from roxxel_dist.process.file_lock import hold_folder
 hold_folder(Path(sys.argv[1]), "saving checkpoints in")
 print("held", flush=True)
 sys.stdin.read()

@@ -334,7 +334,7 @@ def test_two_runs_in_one_directory_have_their_own_lines(desk: Desk) -> None:
 TRAIN = """
 import os, time
 from pathlib import Path
-from roxxel_dist.process.folder_lock import hold_folder
+from roxxel_dist.process.file_lock import hold_folder
 Path("{run}/logs").mkdir(parents=True, exist_ok=True)
 Path("{run}/config.yaml").write_text("dim: 64")
 release = hold_folder(Path("{run}"), "training in")

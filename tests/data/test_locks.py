@@ -13,8 +13,7 @@ from roxxel_dist import Roxxel
 from roxxel_dist.corpus.append import append
 from roxxel_dist.corpus.build import build
 from roxxel_dist.data.files.writer import BUILD_FILE
-from roxxel_dist.process.file_lock import release_lock, take_lock
-from roxxel_dist.process.folder_lock import LOCK, FolderIsHeld
+from roxxel_dist.process.file_lock import LOCK, FolderIsHeld, release_lock, take_lock
 
 WRITERS = {
     "write": lambda top: Roxxel(top / "set").write([np.arange(5, dtype="<u2")], separator=256),

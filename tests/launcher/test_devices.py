@@ -17,8 +17,16 @@ from device_hosts import SLOW_CPUS, DeviceHosts, check
 from roxxel_dist.cli import main
 from roxxel_dist.launcher.backends.exec import ExecBackend
 from roxxel_dist.launcher.host.protocol import Message
-from roxxel_dist.launcher.preflight import failed_hosts
-from roxxel_dist.launcher.preflight.devices import DeviceChecks, Measured, slow_devices, unlike
+from roxxel_dist.launcher.preflight import devices as device_module
+from roxxel_dist.launcher.preflight.devices import (
+    DeviceChecks,
+    Measured,
+    forget_failures,
+    known_failures,
+    remember_failure,
+    slow_devices,
+    unlike,
+)
 
 pytestmark = pytest.mark.xdist_group("launch")
 PROGRAM = """
@@ -224,20 +232,20 @@ def test_a_day_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     backend = DeviceHosts(tmp_path / "hosts", ("a", "b/../c", "d"), {})
     for host in backend.hosts:
-        failed_hosts.remember(backend, host, f"{host}: slow")
-    assert list(failed_hosts.known(backend)) == ["a", "b/../c", "d"]
-    failed_hosts.forget(backend, ["d"])
+        remember_failure(backend, host, f"{host}: slow")
+    assert list(known_failures(backend)) == ["a", "b/../c", "d"]
+    forget_failures(backend, ["d"])
     now = time.time()
-    monkeypatch.setattr(failed_hosts.time, "time", lambda: now + failed_hosts.KEPT_S - 60)
-    assert failed_hosts.known(backend) == {"a": "a: slow", "b/../c": "b/../c: slow"}
-    monkeypatch.setattr(failed_hosts.time, "time", lambda: now + failed_hosts.KEPT_S + 60)
-    assert failed_hosts.known(backend) == {}
+    monkeypatch.setattr(device_module.time, "time", lambda: now + device_module.FAILURE_KEPT_S - 60)
+    assert known_failures(backend) == {"a": "a: slow", "b/../c": "b/../c: slow"}
+    monkeypatch.setattr(device_module.time, "time", lambda: now + device_module.FAILURE_KEPT_S + 60)
+    assert known_failures(backend) == {}
     for path in tmp_path.rglob("*.json"):
         path.write_text("{")
-    assert failed_hosts.known(backend) == {}
+    assert known_failures(backend) == {}
     pods = [ExecBackend(["a"], f"env NAMESPACE={name} {{host}}") for name in "xy"]
-    failed_hosts.remember(pods[0], "a", "slow")
-    assert [list(failed_hosts.known(one)) for one in pods] == [["a"], []], "another pod of this name"
+    remember_failure(pods[0], "a", "slow")
+    assert [list(known_failures(one)) for one in pods] == [["a"], []], "another pod of this name"
 
 
 @pytest.mark.long

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.control import host_list, inbox
-from roxxel_dist.launcher.control.host_list import HostList
-from roxxel_dist.launcher.control.inbox import Inbox
+from roxxel_dist.launcher.control import inbox
+from roxxel_dist.launcher.control.inbox import HostList, Inbox
 from roxxel_dist.launcher.control.members import MemberHangs
 from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.job.placement import assign
@@ -167,7 +166,7 @@ def test_changes_of_hosts_are_no_failures_however_many_follow_each_other() -> No
     ],
 )
 def test_what_a_command_lists(given: str, hosts: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_list, "COMMAND_S", 1.0)
+    monkeypatch.setattr(inbox, "LIST_RUN_S", 1.0)
     if said:
         with pytest.raises(UserError) as caught:
             HostList(given).read()

@@ -327,7 +327,7 @@ def test_srun_in_front_of_the_launcher_starts_one_job_or_none(desk: Callable[[],
 @pytest.mark.cluster
 def test_every_form_of_a_list_of_nodes_is_read(desk: Callable[[], Desk]) -> None:
     two = desk()
-    read = "import sys; from roxxel_dist.launcher.backends.slurm.allocation import nodes; print(*nodes(sys.argv[1]))"
+    read = "import sys; from roxxel_dist.launcher.backends.slurm.backend import nodes; print(*nodes(sys.argv[1]))"
     for form, names in {
         "h1": "h1",
         "h[1-2]": "h1 h2",

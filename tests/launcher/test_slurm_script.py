@@ -15,8 +15,14 @@ from typing import Any
 import pytest
 
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.backends.slurm.allocation import Allocation, current_allocation, requeue
-from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, left_of, step_environment
+from roxxel_dist.launcher.backends.slurm.backend import (
+    Allocation,
+    SlurmBackend,
+    current_allocation,
+    left_of,
+    requeue,
+    step_environment,
+)
 from roxxel_dist.launcher.backends.slurm.launch import Options, hide_secrets, script
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.supervisor import JobResult

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from roxxel_dist.launcher.host import host_checks
-from roxxel_dist.launcher.host.host_checks import HostChecks
-from roxxel_dist.launcher.host.vendor import gpu_problems
+from roxxel_dist.launcher.host.host_checks import HostChecks, gpu_problems
 from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.preflight import devices
 

@@ -11,7 +11,7 @@ from pretended import LINEAR, cpu_of, exponent
 from roxxel_dist.launcher.control.record import JobRecord, RankProcess, this_process
 from roxxel_dist.sweep.study.journal import History
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.job import JobState
+from roxxel_dist.view.items import JobState
 from roxxel_dist.view.metrics import exposition
 from roxxel_dist.view.run import RankRates
 from roxxel_dist.view.study import StudyReader

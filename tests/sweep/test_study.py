@@ -12,7 +12,7 @@ from made_study import EVERY_KIND, SWEEP, every_kind, loss, made_study
 
 import roxxel_dist
 from roxxel_dist.cli import main
-from roxxel_dist.process.folder_lock import hold_folder
+from roxxel_dist.process.file_lock import hold_folder
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.driver.live_view import LiveView
 from roxxel_dist.sweep.report.importance import importances

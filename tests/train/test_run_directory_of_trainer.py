@@ -13,7 +13,7 @@ from small_disks import mounted_disk
 
 from roxxel_dist.checkpoint.store import SaveError
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.process.folder_lock import is_held_here
+from roxxel_dist.process.file_lock import is_held_here
 
 
 def contents(path):
@@ -25,7 +25,7 @@ def contents(path):
 HOLDER = """
 import sys
 from pathlib import Path
-from roxxel_dist.process.folder_lock import hold_folder
+from roxxel_dist.process.file_lock import hold_folder
 hold_folder(Path(sys.argv[1]), "training in")
 print("held", flush=True)
 sys.stdin.read()

@@ -21,8 +21,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from roxxel_dist.cli import main
 from roxxel_dist.launcher.control.record import JobRecord, RankProcess, Restart, this_process
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.view.items import Item, items_of
-from roxxel_dist.view.job import JobReader
+from roxxel_dist.view.items import Item, JobReader, items_of
 from roxxel_dist.view.metrics import exposition
 from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.web.metrics_server import MetricsServer, Scrapes, token_of

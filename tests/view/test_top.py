@@ -26,7 +26,7 @@ from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.process.folder_lock import hold_folder
+from roxxel_dist.process.file_lock import hold_folder
 from roxxel_dist.sweep.study.journal import Journal
 from roxxel_dist.train.log.timeline import read_timeline
 from roxxel_dist.view import items

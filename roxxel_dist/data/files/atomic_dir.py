@@ -21,8 +21,7 @@ from pathlib import Path
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.durable import make_folder, sync_folder, write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.file_lock import holder, is_held, is_lock_of, take_lock
-from roxxel_dist.process.folder_lock import LOCK, hold_folder, is_held_here
+from roxxel_dist.process.file_lock import LOCK, hold_folder, holder, is_held, is_held_here, is_lock_of, take_lock
 
 COMMIT = "commit.json"
 SUFFIX, LOCK_SUFFIX = ".writing", ".lock"

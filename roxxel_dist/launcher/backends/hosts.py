@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from roxxel_dist.launcher.control.host_list import first_list, hosts_in
+from roxxel_dist.launcher.control.inbox import first_list, hosts_in
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.environment import lines_of
 from roxxel_dist.launcher.job.placement import ranks_on

@@ -25,7 +25,7 @@ from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.policy.hang import LEAST_S, StepTimes
 from roxxel_dist.launcher.policy.outcome import AttemptResult
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, Decision, summary
-from roxxel_dist.launcher.preflight import failed_hosts
+from roxxel_dist.launcher.preflight.devices import known_failures
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, OK_CODES
 
@@ -122,7 +122,7 @@ class _Controller:
             given=backend.given,
             listed=backend.listed,
             is_fixed=is_fixed,
-            failed=failed_hosts.known(backend),
+            failed=known_failures(backend),
         )
         inbox = Inbox(job, backend) if backend.takes_hosts and not is_fixed else None
         receive = (lambda _: None) if inbox is None else inbox.feed

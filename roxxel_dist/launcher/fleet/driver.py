@@ -16,8 +16,7 @@ from roxxel_dist.launcher.job.placement import placements, working_hosts
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.policy.outcome import HostLost
-from roxxel_dist.launcher.preflight import failed_hosts
-from roxxel_dist.launcher.preflight.devices import checks_of
+from roxxel_dist.launcher.preflight.devices import checks_of, forget_failures, remember_failure
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.transport.connection import HostConnection
 from roxxel_dist.launcher.transport.pool import HostPool
@@ -144,8 +143,8 @@ class Driver:
                 if numbers := self._signals.take():
                     raise StoppedError(numbers[0]) from None
         for host, why in report.suspects.items():
-            failed_hosts.remember(self._backend, host, why)
-        failed_hosts.forget(self._backend, list(self._devices.passed))
+            remember_failure(self._backend, host, why)
+        forget_failures(self._backend, list(self._devices.passed))
         self._devices.passed.clear()
         return report
 

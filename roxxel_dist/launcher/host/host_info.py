@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.job.program import host_checks
-from roxxel_dist.process.file_lock import boot_id
 from roxxel_dist.process.platforms import why_no_devices
+from roxxel_dist.process.process_stat import boot_id
 
 LOCK = Path("/tmp/libtpu_lockfile")
 IS_FILE = "is a file"

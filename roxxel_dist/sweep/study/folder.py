@@ -11,8 +11,7 @@ from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.place.directory import DEFINITION, JOURNAL, is_study
 from roxxel_dist.process.durable import make_folder, write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.file_lock import is_held
-from roxxel_dist.process.folder_lock import LOCK, hold_folder
+from roxxel_dist.process.file_lock import LOCK, hold_folder, is_held
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.sweep.space.sweep_file import Sweep, read_sweep
 from roxxel_dist.sweep.space.values import as_text

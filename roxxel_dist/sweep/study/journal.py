@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from roxxel_dist.place.directory import JOURNAL
 from roxxel_dist.process.durable import FORMAT, FormatError, check_format, sync_folder
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.folder_lock import hold_folder
+from roxxel_dist.process.file_lock import hold_folder
 from roxxel_dist.process.process_stat import AwakeClock
 from roxxel_dist.sweep.space.values import from_json, to_json
 

@@ -21,8 +21,7 @@ from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.utils.display import plain
 from roxxel_dist.view.curve import Bucket, curve_of, reduced
-from roxxel_dist.view.items import State
-from roxxel_dist.view.job import JobState
+from roxxel_dist.view.items import JobState, State
 from roxxel_dist.view.run import RankState, RunState, changed, worst
 from roxxel_dist.view.study import StudyState
 

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from roxxel_dist.launcher.backends.slurm.allocation import (
+from roxxel_dist.launcher.backends.slurm.backend import (
+    KEPT,
     Allocation,
+    SlurmBackend,
     binds_cpus,
+    check_container,
     current_allocation,
     nodes,
     run_in_allocation,
 )
-from roxxel_dist.launcher.backends.slurm.backend import KEPT, SlurmBackend, check_container
 from roxxel_dist.launcher.backends.slurm.grow import LEAVE_S, GrowJobs, options_from, options_of
 from roxxel_dist.launcher.control.new_job import job_of
 from roxxel_dist.launcher.control.recorder import JobRecorder
