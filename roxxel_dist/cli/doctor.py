@@ -117,7 +117,7 @@ def backend_of(args: DoctorArgs) -> "Backend":
 
 
 def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
-    """What a job that does not exist yet needs of its hosts; `command` may be empty. Raises ValueError for a slip."""
+    """The needs of a job that does not exist yet; `command` may be empty. Raises ValueError for a slip."""
     from roxxel_dist.launcher.job.program import log_dir_for
     from roxxel_dist.launcher.job.spec import JobSpec
     from roxxel_dist.launcher.preflight.checks import requirements_of

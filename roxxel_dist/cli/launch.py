@@ -148,7 +148,7 @@ def device_needs(command: Sequence[str]) -> DeviceNeeds:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raises ValueError where a `train` command would refuse its data sets, blends or phases; looks at no other."""
+    """Check a `train` command; no other. Raises ValueError where it would refuse its data sets, blends or phases."""
     if list(command[:1]) == ["train"]:
         from roxxel_dist.cli.words.arguments import check_training, parse_train
 

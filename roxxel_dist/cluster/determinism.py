@@ -129,7 +129,7 @@ NEWEST_PROGRAMS = "roxxel-dist 0.2.0"
 
 
 def numerics_fingerprint() -> dict[str, Any]:
-    """All that can change the last bits of a loss, besides config and data; plain values, to be kept with a run.
+    """Facts that can change the last bits of a loss, besides config and data; plain values, to be kept with a run.
 
     Makes jax's devices, so it comes after `make_deterministic` and `initialize`.
     """

@@ -229,8 +229,8 @@ def gather_to_primary(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> l
 
 
 def keep_for_all(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> tuple[str, list[str]]:
-    """As `gather_to_primary`; but each rank's value stays at jax's coordinator, by the returned key with /RANK, for the
-    ranks that need it (`wait_for_key`)."""
+    """Gather as `gather_to_primary` does; but each rank's value stays at jax's coordinator, by the returned key with
+    /RANK, for the ranks that need it (`wait_for_key`)."""
     if process_count() == 1:
         return "", [value]
     key = unique_key(f"gather {name}")

@@ -100,7 +100,7 @@ def row_axes(mesh: Any) -> tuple[str, ...]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How a batch lies on a mesh: rows over `row_axes`, or the first axis of a mesh with other ones.
+    """The sharding of a batch on a mesh: rows over `row_axes`, or the first axis of a mesh with other ones.
 
     Args:
         mesh: from `make_mesh`, or one of your own.

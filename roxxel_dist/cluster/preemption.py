@@ -20,8 +20,8 @@ _requests: list[tuple[int, float]] = []
 
 @contextlib.contextmanager
 def watching_for_stop() -> Iterator[None]:
-    """Within it SIGTERM, SIGHUP, Ctrl-C and the signals of batch systems (SIGUSR1, SIGUSR2, SIGXCPU) ask the training
-    loop to stop after the step in hand; another Ctrl-C kills (`stop_requests.kills`).
+    """A context in which SIGTERM, SIGHUP, Ctrl-C and the signals of batch systems (SIGUSR1, SIGUSR2, SIGXCPU) ask the
+    training loop to stop after the step in hand; another Ctrl-C kills (`interrupt.kills`).
 
     A command that has done no step yet has nothing to save: it ends at once. A SIGHUP that is ignored (`nohup`) stays
     so.

@@ -29,7 +29,7 @@ PACKAGES = (*OLDEST, "jaxlib", *PLUGINS)
 
 
 def check_versions() -> None:
-    """Raises UserError for installed versions that are known not to work, with the line that installs right ones."""
+    """Check the installed versions. Raises UserError, with a line that installs right ones, for known mistakes."""
     from importlib.metadata import PackageNotFoundError, version  # slow, for `--help`
 
     installed: dict[str, str] = {}
@@ -44,7 +44,7 @@ def check_versions() -> None:
 
 
 def why_not(installed: Mapping[str, str]) -> str | None:
-    """Why packages do not work together, with the fix; None where nothing is known against them.
+    """The reason why packages do not work together, with the fix; None where nothing is known against them.
 
     `installed` has versions by the names of distributions; what it lacks is not judged.
     """

@@ -27,7 +27,7 @@ if number(version("jaxlib")) < (0, 11, 1):  # a later one has fusion emitters in
 
 
 def check_flags() -> None:
-    """Raises UserError where XLA would end this process for its XLA_FLAGS. Those of a rank its launcher has tried."""
+    """Check XLA_FLAGS; a rank's its launcher has tried. Raises UserError where XLA would end this process for them."""
     if "ROXXEL_COORDINATOR" in os.environ:
         return
     table = SAVE_MEMORY | RUN_ONCE | {DETERMINISTIC: True}

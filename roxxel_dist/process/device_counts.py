@@ -41,7 +41,7 @@ def mesh_shape(
 
 
 def check_shard_count(count: int, devices: int) -> None:
-    """Raises UserError where there are more devices than `count` virtual shards."""
+    """Check the number of devices. Raises UserError where there are more than `count` virtual shards."""
     if devices > count:
         raise UserError(
             f"virtual_shards is {count}, and there are {devices} devices, of which each has one shard at least: set "
@@ -51,7 +51,7 @@ def check_shard_count(count: int, devices: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceNeeds:
-    """What a training asks of the number of its devices. Its batches ask nothing: any number shares their rows."""
+    """Needs of a training as to the number of its devices. Its batches ask nothing: any number shares their rows."""
 
     n_devices: int = 0
     """Devices to use; 0: all."""
@@ -65,13 +65,13 @@ class DeviceNeeds:
     """At least the devices; 0: none."""
 
     def check(self, devices: int) -> None:
-        """Raises UserError, with the reason, where the training cannot use so many devices."""
+        """Check that the training can use so many devices. Raises UserError with the reason."""
         shape = mesh_shape(devices, n_devices=self.n_devices, fsdp=self.fsdp, expert=self.expert, tensor=self.tensor)
         if self.virtual_shards:
             check_shard_count(self.virtual_shards, math.prod(shape))
 
     def refusal(self, devices: int) -> str:
-        """Why the training cannot use so many devices; empty where it can."""
+        """The reason why the training cannot use so many devices; empty where it can."""
         try:
             self.check(devices)
         except UserError as error:

@@ -21,7 +21,7 @@ class FormatError(UserError):
 
 
 def check_format(saved: object, source: object) -> None:
-    """Raises TypeError for what is no object, and FormatError unless its `format` is that of this version."""
+    """Check the `format` of an object: FormatError unless it is that of this version, TypeError for no object."""
     if not isinstance(saved, Mapping):
         raise TypeError(f"{source}: expected an object, found a {type(saved).__name__}")
     found = cast("Mapping[str, object]", saved).get("format")
@@ -98,7 +98,7 @@ def put_back(path: Path, descriptor: int) -> bool:
 
 
 def cache_folder() -> Path:
-    """Of this user, on this host: what may be deleted, and is made again."""
+    """The cache of this user on this host: what may be deleted, and is made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roxxel-dist"
 
 

@@ -76,7 +76,7 @@ class OutputError(OSError):
 
 
 class FileSystemError(RuntimeError):
-    """In a later attempt of a job, files cannot be reached that its first attempt needed too."""
+    """Files cannot be reached, in a later attempt of a job, that its first attempt needed too."""
 
 
 class LostRankError(RuntimeError):

@@ -143,7 +143,7 @@ def holder(path: Path) -> str:
 
 
 def process_record() -> dict[str, Any]:
-    """This process, as others can look for it: pid, host and, if the kernel has them, boot id, pid namespace, start."""
+    """A record of this process for others: pid, host and, if the kernel has them, boot id, pid namespace, start."""
     boot = boot_id()
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")  # two containers of a host may have the same name and number

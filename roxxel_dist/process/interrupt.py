@@ -82,7 +82,7 @@ def handled_by(handler: Callable[[int, FrameType | None], Any], numbers: Iterabl
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Within it the main thread's handlers, which are others, receive the signals alone."""
+    """A context in which the main thread's handlers, which are others, receive the signals alone."""
     if not _active.is_set():
         yield
         return
@@ -95,7 +95,7 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cleanup(act: Callable[[], Any]) -> Iterator[None]:
-    """Within it `act` is called, in another thread and with this one held, before the process leaves by a signal."""
+    """A context in which `act` is called, in another thread, before the process leaves by a signal."""
     _cleanups.append(act)
     try:
         yield

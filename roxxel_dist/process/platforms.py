@@ -35,12 +35,12 @@ FATAL = re.compile(r"^[EF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] (?:Check failed: .* )?
 
 
 def why_no_devices(environ: Mapping[str, str]) -> str | None:
-    """Why jax cannot make its devices in a process with these variables, with the fix; None where nothing is known."""
+    """The reason why jax cannot make its devices with these variables, with the fix; None where none is known."""
     return why_no_platform(environ.get("JAX_PLATFORMS", ""), environ) or why_bad_flags(environ)
 
 
 def why_no_platform(platforms: str, environ: Mapping[str, str]) -> str | None:
-    """Why jax does not start with `platforms`, as JAX_PLATFORMS names them; None where nothing is known against them.
+    """The reason why jax does not start with `platforms` (as in JAX_PLATFORMS); None where nothing is known.
 
     jax must find each that is named, but for cuda beside others, and takes the first one that is there. One of a plugin
     that is not known here is not judged.
@@ -80,7 +80,7 @@ def _installed(environ: Mapping[str, str]) -> set[str]:
 
 
 def why_bad_flags(environ: Mapping[str, str]) -> str | None:
-    """Why XLA would end a process for its XLA_FLAGS, with the fix; None where it takes them, and where there are none.
+    """The reason why XLA would end a process for its XLA_FLAGS, with the fix; None where it takes them.
 
     Only XLA knows its flags, so a process that has them is started, once for each value.
     """

@@ -119,7 +119,7 @@ def _merged(buckets: Sequence[Bucket], width: int) -> list[Bucket]:
 
 
 def reduced(buckets: Sequence[Bucket], most: int) -> Sequence[Bucket]:
-    """At most `most` buckets, each of them wider, for a smaller picture."""
+    """The curve in at most `most` buckets, each of them wider, for a smaller picture."""
     width = 1
     while len({bucket.begin // width for bucket in buckets}) > most:
         width *= 2

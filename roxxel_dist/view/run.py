@@ -333,7 +333,7 @@ class RankRates:
 
 
 def worst(ranks: Sequence[RankState], most: int) -> list[RankState]:
-    """So many ranks at most, in their order: those that are stopped, then those that are most steps behind."""
+    """The worst ranks, in their order: those that are stopped, then those that are most steps behind."""
     found = nsmallest(most, ranks, key=lambda rank: (rank.state != "stopped", -rank.behind, rank.rank))
     return sorted(found, key=lambda rank: rank.rank)
 

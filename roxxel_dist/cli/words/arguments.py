@@ -94,7 +94,7 @@ def check_training(args: TrainArgs, config: Config) -> None:
 
 
 def check_new_run(config: Config, data_path: str | None) -> None:
-    """Raises ValueError where a run of this config and data would be refused. jax is not imported."""
+    """Check a new run. Raises ValueError where its config and data would be refused. Imports no jax."""
     from roxxel_dist.run.curriculum import check_data
 
     path = config.primary_path(data_path)

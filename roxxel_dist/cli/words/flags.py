@@ -65,7 +65,7 @@ class Flag:
 
     @property
     def doc(self) -> str:
-        """Its docstring, in one line."""
+        """The docstring of the field, in one line."""
         return field_docs(self.owner).get(self.name, "")
 
     @property
@@ -129,7 +129,7 @@ class Flag:
 
     @property
     def help(self) -> str:
-        """Its docstring, with its short form, and its default where that says something."""
+        """The docstring of the field, with its short form, and its default where that says something."""
         text = f"{self.doc} Short: {self.short}." if self.short else self.doc
         if self.default is dataclasses.MISSING:
             return text if self.is_positional else f"{text} (required)"

@@ -137,7 +137,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def all_options(self) -> str:
-        """Where a person finds all flags."""
+        """A hint where a person finds all flags."""
         return f"`{self.prog} --help` lists all"
 
     def read(self, words: list[str]) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{shown} {word}: {what}" if word else f"{shown} has no value: {what}")
 
     def error(self, message: str) -> NoReturn:
-        """Raises UserError for what argparse says of the words."""
+        """Raise a UserError for what argparse says of the words."""
         raise UserError(f"{message}; {self.all_options}")
 
 

@@ -36,7 +36,7 @@ def create(path: str, key: str) -> None:
 
 
 def make(path: str, key: str) -> str | None:
-    """As `create`, where no abandoned folders take its room; the path, None where it cannot be."""
+    """The folder that `create` makes, where no abandoned folders take its room; the path, None where it cannot be."""
     remove_abandoned()
     try:
         create(path, key)

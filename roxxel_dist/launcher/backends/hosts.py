@@ -80,7 +80,7 @@ class NamedBackend(Backend):
     same_machine: bool = False
 
     def check_joining(self, hosts: Sequence[str]) -> None:
-        """As `check_hosts`."""
+        """Check that the names can be hosts of this backend, as `check_hosts` does."""
         check_hosts(hosts, by_ssh=self.is_by_ssh)
 
 

@@ -22,7 +22,7 @@ class LocalBackend(base.Backend):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Its ranks inherit that of the launcher."""
+        """The variables of the launcher: ranks inherit them."""
         return os.environ
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:

@@ -122,7 +122,7 @@ class JobRecord:
 
     @property
     def path(self) -> Path:
-        """Its file."""
+        """The file of the record."""
         return Path(self.log_dir, f"launcher-{self.first_rank}.json" if self.first_rank else "launcher.json")
 
     def now(self) -> "JobRecord":

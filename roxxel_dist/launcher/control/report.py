@@ -157,7 +157,7 @@ def late_report(result: AttemptResult, exit_timeout: float) -> str:
 
 
 def to_blame(stayed: Sequence[LateRank]) -> Sequence[LateRank]:
-    """Of the ranks that did not end in time those whose program still ran; else those that did not wait for others."""
+    """The ranks that are to blame for a late end: their programs still ran, or else they did not wait for others."""
     running = [late for late in stayed if not late.exits]
     return running or [late for late in stayed if not late.waits] or stayed
 
@@ -180,7 +180,7 @@ def late_stacks(result: AttemptResult, logs: Logs) -> list[str]:
 
 
 def environment_report(suspects: Mapping[str, str]) -> list[str]:
-    """What the environment of ranks that hang holds which may keep them from each other; no line for nothing."""
+    """Lines about variables of ranks that hang, which may keep them from each other; none where there are none."""
     if not suspects:
         return []
     shown = ", ".join(f"{name}={shortened(value)}" for name, value in suspects.items())

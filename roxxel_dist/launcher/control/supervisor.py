@@ -55,7 +55,7 @@ def run(job: JobSpec, backend: Backend, recorder: JobRecorder | None = None) -> 
 def supervise(
     job: JobSpec, backend: Backend, recorder: JobRecorder, goes_on: Callable[[JobResult], bool] | None = None
 ) -> JobResult:
-    """As `run`; returns more about the end. `goes_on` says of it whether a batch system is to start the job again."""
+    """Run a job as `run` does; returns more about the end. `goes_on`: whether a batch system starts the job again."""
     with recorder:
         with (
             Console(all_ranks=job.all_ranks, first=job.first_rank) as console,

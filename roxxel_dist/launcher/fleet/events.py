@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Before a start: come again with a `Tick` in so many seconds."""
+    """Come again with a `Tick` in so many seconds; before a start."""
 
     seconds: float
 

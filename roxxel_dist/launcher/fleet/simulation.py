@@ -75,7 +75,7 @@ CODES = {"crash": -9, "refused": EXIT_NOT_STARTED, "preempted": EXIT_DRAINED, "g
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the ranks do."""
+    """The work of the ranks."""
 
     step_s: float
     save_s: float = 0.0
@@ -94,7 +94,7 @@ class Work:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a job."""
+    """The end of a job, and the way to it."""
 
     seconds: float = 0.0
     goodput: float = 0.0
@@ -112,7 +112,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How an attempt trains: from step `base` on, from the time `begun` on, with a pause of `save_s` for each save."""
+    """The pace of an attempt: from step `base` on, from the time `begun` on, with a pause of `save_s` for each save."""
 
     base: int
     since: float
@@ -123,7 +123,7 @@ class Pace:
     every: int
 
     def time_of(self, steps: float) -> float:
-        """When so many steps are done, and saved where that is due."""
+        """The time at which so many steps are done, and saved where that is due."""
         saves = steps // self.every - self.base // self.every if steps < math.inf else 0
         return self.begun + (steps - self.base) * self.step_s + saves * self.save_s
 
@@ -140,7 +140,7 @@ class Pace:
 
 @dataclass(kw_only=True)
 class Account:
-    """Where the time of a job goes: each second is counted here, and once."""
+    """The account of the time of a job: each second is counted, and once."""
 
     work: Work
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))

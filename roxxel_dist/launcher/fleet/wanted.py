@@ -39,23 +39,23 @@ class Wanted:
         return tuple(host for host in self.hosts if host in asked or host not in held)
 
     def with_list(self, hosts: Sequence[str]) -> "Wanted":
-        """As it is when the list has these hosts."""
+        """The same when the list has these hosts."""
         dropped = {*self.listed} - {*hosts}
         return replace(self, listed=tuple(hosts), left=self.left - dropped)
 
     def with_join(self, hosts: Sequence[str]) -> "Wanted":
-        """As it is when these hosts are asked to join."""
+        """The same when these hosts are asked to join."""
         return replace(self, joined=(*self.joined, *hosts), left=self.left - {*hosts})
 
     def with_leave(self, hosts: Sequence[str]) -> "Wanted":
-        """As it is when these hosts are asked to leave."""
+        """The same when these hosts are asked to leave."""
         joined = tuple(host for host in self.joined if host not in hosts)
         return replace(self, joined=joined, left=self.left | {*hosts})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stays:
-    """How hosts come to the list and leave it. One that stays short times only is held back when it comes anew."""
+    """The record of hosts that come to the list and leave it; one that stays short times only is held back."""
 
     since: Mapping[str, float]
     """When the hosts of the list came to it."""
@@ -64,7 +64,7 @@ class Stays:
     nothing."""
 
     def with_list(self, hosts: Sequence[str], now: float) -> "Stays":
-        """As it is when the list has these hosts."""
+        """The same when the list has these hosts."""
         short = dict(self.short)
         for host in self.since.keys() - {*hosts}:
             stayed_s = now - self.joins_at(host)
@@ -75,11 +75,11 @@ class Stays:
         return Stays(since={host: self.since.get(host, now) for host in hosts}, short=short)
 
     def forgiven(self) -> "Stays":
-        """As it is when every host of the list is needed."""
+        """The same when every host of the list is needed."""
         return replace(self, short={})
 
     def joins_at(self, host: str) -> float:
-        """From when on a host of the list is wanted."""
+        """The time from which on a host of the list is wanted."""
         times = self.short.get(host, 0)
         return self.since[host] + (backoff(HOLD_S, times - 2, HOLD_MOST_S) if times > 1 else 0.0)
 
@@ -90,7 +90,7 @@ class Stays:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What makes the hosts of a job those that it shall have."""
+    """The change that makes the hosts of a job those that it shall have."""
 
     newcomers: tuple[str, ...] = ()
     """Hosts that it shall have and has not."""
@@ -101,7 +101,7 @@ class Change:
 
 
 def change_to(wanted: Collection[str], members: Sequence[str], there: Collection[str], least: int) -> Change:
-    """How the hosts of a job become those that it shall have.
+    """Compute the change by which the hosts of a job become those that it shall have.
 
     Args:
         wanted: those that it shall have.
@@ -129,7 +129,7 @@ def change_to(wanted: Collection[str], members: Sequence[str], there: Collection
 
 
 def working_number(hosts: int, spare: int, first: int, most: int | None) -> int:
-    """How many of so many hosts work, if the batch allows it.
+    """The number of hosts that work, of so many, if the batch allows it.
 
     Args:
         hosts: all of them, at least 1.

@@ -81,7 +81,7 @@ class Command:
 
     @property
     def seconds(self) -> float:
-        """For how long it has run."""
+        """Seconds for which it has run."""
         return time.monotonic() - self._begun
 
     @property
@@ -126,17 +126,17 @@ class Command:
 
     @property
     def code(self) -> int:
-        """Its exit code; that of a kill where it does not end."""
+        """The exit code; that of a kill where it does not end."""
         return -signal.SIGKILL if self._process.returncode is None else self._process.returncode
 
     @property
     def end(self) -> str:
-        """How it failed by itself: "exit code 3", "signal 9"; empty for exit code 0."""
+        """Words for how it failed by itself: "exit code 3", "signal 9"; empty for exit code 0."""
         return f"signal {-self.code}" if self.code < 0 else f"exit code {self.code}" if self.code else ""
 
     @property
     def text(self) -> str:
-        """What it printed."""
+        """The text that it printed."""
         return self._streams[0][1].decode(errors="backslashreplace")
 
     @property

@@ -49,14 +49,14 @@ SLOW = {
 
 
 class Problem(NamedTuple):
-    """What is wrong with one accelerator."""
+    """A problem of one accelerator."""
 
     level: Level
     text: str
 
 
 def gpu_problems(text: str, code: int = 0, *, compute: bool = False) -> list[Problem]:
-    """What `nvidia-smi -q -x` says: its output, in whatever state it is, and its exit code.
+    """The problems that `nvidia-smi -q -x` names, from its output, in whatever state it is, and its exit code.
 
     `compute`: the GPUs have computed meanwhile, so that a failure is one of the tool.
     """
@@ -171,7 +171,7 @@ class HostChecks:
             self._problems[name] = f"cannot be started ({error.strerror})"
 
     def collect(self) -> dict[str, Any]:
-        """What they found, when all have ended; {"pending": True} where that takes longer than a moment."""
+        """Collect what the programs found, when all have ended; {"pending": True} while some run."""
         end = time.monotonic() + self._limits.checks_s
         while [program for program in self._programs.values() if not program.has_ended]:  # each is looked at
             if time.monotonic() >= end:

@@ -26,7 +26,7 @@ HostInfo = dict[str, Any]
 
 
 def gather(question: HostInfo) -> HostInfo:
-    """All that preflight compares or judges, as plain values.
+    """Gather all that preflight compares or judges, as plain values.
 
     The question has the fields of `checks.Requirements`: a run directory of None means that the job writes nothing on
     this host, and `compare` also asks for values to compare between hosts (versions, data).
@@ -56,7 +56,7 @@ def gather(question: HostInfo) -> HostInfo:
 
 
 def machine() -> str:
-    """Which machine this is, with one network: containers may have networks of their own."""
+    """The name of this machine, with one network: containers may have networks of their own."""
     return f"{boot_id() or socket.gethostname()} {os.readlink('/proc/self/ns/net')}"
 
 
@@ -74,7 +74,7 @@ def is_called(name: str) -> bool:
 
 
 def accelerators() -> HostInfo:
-    """How many there are, and which of them jax is to use."""
+    """The numbers of accelerators, and which of them jax is to use."""
     # A container sees all GPUs of its machine in /proc, and may use those in /dev. AMD's are not counted.
     gpus = len(glob("/dev/nvidia[0-9]*") or glob("/proc/driver/nvidia/gpus/*"))
     return {
@@ -153,7 +153,7 @@ def is_loopback(address: str) -> bool:
 
 
 def tpu_lock(path: Path) -> str | None:
-    """Why a program cannot have libtpu's lock at a path, and what to do; None where it can.
+    """The reason why a program cannot have libtpu's lock at a path, and what to do; None where it can.
 
     libtpu opens the file for writing and takes a POSIX lock on it (lockf) for the life of its process; the file stays,
     and may be another user's. Nothing is locked here, not for a moment.
@@ -186,7 +186,7 @@ PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
 
 
 def versions() -> dict[str, str]:
-    """Of `PACKAGES`, by the names of the folders that pip makes: `importlib.metadata` takes as long as all the rest."""
+    """The versions of `PACKAGES`, by the folders that pip makes: `importlib.metadata` takes as long as all the rest."""
     installed: dict[str, str] = {}
     for place in sys.path:
         with suppress(OSError):

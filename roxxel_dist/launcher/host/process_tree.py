@@ -102,7 +102,7 @@ def remove(folders: Iterable[str]) -> None:
 
 
 class Subreaper:
-    """This process, of one thread, as the parent of `child` and of all that `child` leaves.
+    """A process of one thread, this one, as the parent of `child` and of all that `child` leaves.
 
     Args:
         child: a process that this one has started.
@@ -208,7 +208,7 @@ class ProcessTree:
 
     @property
     def fd(self) -> int:
-        """Where the keeper's messages come from."""
+        """The descriptor of the keeper's messages."""
         return self._control.fileno()
 
     def receive(self) -> None:

@@ -32,7 +32,7 @@ LIMITS = "limits"
 
 
 def mark(nonce: str) -> str:
-    """That with which the messages of a program begin, of which the first order had a nonce."""
+    """The bytes with which the messages of a program begin, of which the first order had a nonce."""
     return f"{nonce}.{PROTOCOL}" if nonce else ""
 
 

@@ -35,7 +35,7 @@ class SourceFile:
 
 
 def checksum_of(path: str) -> str:
-    """Of the content of a file. Raises OSError."""
+    """The checksum of the content of a file. Raises OSError."""
     return f"{zlib.crc32(Path(path).read_bytes()):08x}"
 
 
@@ -69,7 +69,7 @@ class SourceRecorder(MetaPathFinder):
     _tells: bool = False
 
     def install(self) -> None:
-        """From now on. Again: nothing."""
+        """Record from now on; a second call does nothing."""
         if self not in sys.meta_path:
             for name, module in list(sys.modules.items()):
                 spec = getattr(module, "__spec__", None)
@@ -107,7 +107,7 @@ class SourceRecorder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders find, with a loader that notes the source where it counts."""
+        """Find as the other finders do, with a loader that notes the source where it counts."""
         for finder in list(sys.meta_path):
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
@@ -122,5 +122,5 @@ class SourceRecorder(MetaPathFinder):
 
 @functools.cache
 def recorder() -> SourceRecorder:
-    """That of this process."""
+    """The recorder of this process."""
     return SourceRecorder()

@@ -313,7 +313,7 @@ HEAD = 256
 
 
 def why_not_started(word: str, error: OSError) -> str:
-    """What is wrong with the program of a command, and the fix.
+    """Words for what is wrong with the program of a command, and the fix.
 
     Args:
         word: the first word of the command, as `execvp` took it.

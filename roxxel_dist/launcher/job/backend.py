@@ -22,11 +22,11 @@ class RemoteProcess(Protocol):
     stderr: IO[bytes] | None
 
     def poll(self) -> int | None:
-        """How it ended; None while it runs."""
+        """The exit code; None while the program runs."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """How it ended, when it has. Raises subprocess.TimeoutExpired."""
+        """Wait for the exit code. Raises subprocess.TimeoutExpired."""
         ...
 
     def kill(self) -> None:
@@ -67,7 +67,7 @@ HINTS: Hints = (
 
 
 class Backend(ABC):
-    """Where the ranks run."""
+    """A place where ranks run."""
 
     is_local: ClassVar[bool] = False
     """Whether its only host is this machine, which the launcher checks without an agent."""
@@ -130,7 +130,7 @@ class Backend(ABC):
         return None
 
     def check_joining(self, hosts: Sequence[str]) -> None:
-        """Raises UserError for hosts that cannot be some of this backend's, by their names."""
+        """Check by their names that hosts can be some of this backend's. Raises UserError."""
         raise UserError(
             f"{', '.join(hosts)} cannot join: only ssh, exec and slurm --grow-jobs take hosts while a job runs"
         )

@@ -84,12 +84,12 @@ class Limits:
     """Those of a program that starts, computes or belongs to somebody else: no scale makes it faster."""
 
     def scaled(self, factor: float) -> "Limits":
-        """These limits times a factor, in the same order; those of programs as they are."""
+        """The limits times a factor, in the same order; those of programs as they are."""
         names = {field.name for field in fields(self)} - self.OF_PROGRAMS
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     @classmethod
     def received(cls, values: Mapping[str, Any]) -> "Limits":
-        """Those that a launcher has sent, which may be of another version: what it does not name has its default."""
+        """The limits that a launcher has sent; what one of another version does not name has its default."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: float(value) for name, value in values.items() if name in names})

@@ -84,7 +84,7 @@ def rank_environment(
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What one host is to start: the environment of each of its ranks, beside the host's own."""
+    """The ranks that one host is to start: the environment of each of its ranks, beside the host's own."""
 
     host: str
     ranks: Mapping[int, Mapping[str, str]]
@@ -97,7 +97,7 @@ def working_hosts(job: JobSpec, hosts: Sequence[str]) -> Sequence[str]:
 
 
 def ranks_on(hosts: int, procs_per_host: int, spare: int = 0, least: int | None = None, most: int | None = None) -> int:
-    """How many ranks run at a time on so many hosts. Raises ValueError where the numbers do not fit together."""
+    """The number of ranks that run at a time on so many hosts. Raises ValueError where the numbers do not fit."""
     if procs_per_host < 1:
         raise UserError(f"--procs-per-host {procs_per_host}: must be at least 1")
     if not 0 <= spare < hosts:
@@ -120,7 +120,7 @@ class Assignment:
 
     @property
     def devices(self) -> int:
-        """How many work; of a process 1 where only jax knows."""
+        """The number of devices that work; of a process 1 where only jax knows."""
         job = self.job
         own = job.gpus_per_host
         return job.nprocs * (job.devices_per_proc or 1) if own is None else own * len(self.hosts)

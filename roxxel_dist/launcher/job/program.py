@@ -47,7 +47,7 @@ def split_flags(words: Sequence[str], switches: Container[str] = ()) -> Iterator
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What the launcher asks about the program of a job. The defaults are those of one that it knows nothing of."""
+    """Facts about the program of a job. The defaults are those of one that the launcher knows nothing of."""
 
     reports_steps: bool = False
     """Its ranks name the step that they are in, so a restart knows how far the job has come."""
@@ -70,7 +70,7 @@ class Program:
 
 
 def program_of(command: Sequence[str]) -> Program:
-    """What is known of a command."""
+    """The facts that are known of a command."""
     if not command or command[0] != "train":
         return Program()
     words = command[1:]

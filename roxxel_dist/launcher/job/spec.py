@@ -132,7 +132,7 @@ class JobSpec(MemberOptions, HostOptions, JobOptions):
 
     @property
     def program(self) -> Program:
-        """What is known of the command."""
+        """The facts that are known of the command."""
         return program_of(self.command)
 
     def jax_environment(self, outer: Mapping[str, str]) -> dict[str, str]:

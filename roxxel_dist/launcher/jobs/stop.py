@@ -50,7 +50,7 @@ def _gone(job: JobRecord) -> JobRecord:
 
 
 def progress(job: JobRecord) -> str:
-    """What a job that was asked to stop does now, for people."""
+    """A line for people about what a job that was asked to stop does now."""
     if job.is_over:
         return f"run {job.run_id} has ended, its launcher (pid {job.controller.pid}) still exits"
     return f"run {job.run_id} is still {job.state}{f', in step {job.step}' if job.step else ''}"

@@ -69,7 +69,7 @@ class Logs:
         self.begin(0)
 
     def begin(self, attempt: int) -> None:
-        """What follows is of a new attempt: each file gets its header, and the lines before are not kept in memory."""
+        """Begin a new attempt: each file gets its header, and the lines before are not kept in memory."""
         self.close()
         self._header = f"# {time.strftime('%Y-%m-%d %H:%M:%S')} attempt {attempt}, {self._run}\n"
         self._tails = defaultdict[int, deque[str]](lambda: deque(maxlen=TAIL_LINES))
@@ -82,7 +82,7 @@ class Logs:
         self.close()
 
     def path(self, rank: int) -> Path:
-        """Where the lines of a rank are."""
+        """The log of a rank."""
         return self._folder / f"rank-{rank}.log"
 
     def tail(self, rank: int) -> list[str]:

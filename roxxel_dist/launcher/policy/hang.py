@@ -52,7 +52,7 @@ class Hang:
 
 @dataclass
 class StepTimes:
-    """How long steps take, from one attempt of a job to the next on as many devices. Seconds, by phase."""
+    """Durations of steps, from one attempt of a job to the next on as many devices. Seconds, by phase."""
 
     usual: dict[int, deque[float]] = field(default_factory=dict)
     """The last steps of any rank."""
@@ -83,7 +83,7 @@ class _Seen:
 
 @dataclass
 class HangDetector:
-    """What is known of the ranks' progress in an attempt.
+    """The progress of the ranks in an attempt, and which of them hangs.
 
     `step_timeout` in seconds; None follows the usual time of a step, that of earlier attempts too. `still_s`: who asks
     less often stood still itself (a stopped terminal, a suspended machine).
@@ -134,7 +134,7 @@ class HangDetector:
         self._heard = now
 
     def forget(self, rank: int) -> None:
-        """This rank has ended."""
+        """Follow a rank no more: it has ended."""
         self._seen.pop(rank, None)
         self._reporting.discard(rank)
 

@@ -24,7 +24,7 @@ FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """How one rank ended."""
+    """The end of one rank."""
 
     rank: int
     host: str
@@ -78,7 +78,7 @@ class Imported:
     path: str
 
     def difference(self, first: "Imported") -> CodeDiffers:
-        """That this rank runs another source than `first`."""
+        """The finding that this rank runs another source than `first`."""
         text = f"rank {self.rank} on host {self.host} runs another {self.path} than rank {first.rank} on host "
         text += first.host + (f" ({first.path})" if first.path != self.path else "")
         return CodeDiffers(rank=self.rank, host=self.host, text=text)

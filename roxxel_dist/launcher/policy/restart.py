@@ -51,7 +51,7 @@ RestartOn = Literal["infrastructure", "any"]
 
 
 class Cause(Enum):
-    """Why an attempt ended."""
+    """Causes of the end of an attempt."""
 
     DONE = "done"
     REQUESTED = "stopped on request"
@@ -89,7 +89,7 @@ class AttemptSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What comes next: another attempt in `wait` seconds, or the end with `code`. `why` is for people, or empty."""
+    """The next act: another attempt in `wait` seconds, or the end with `code`. `why` is for people, or empty."""
 
     again: bool
     why: str = ""
@@ -100,7 +100,7 @@ class Decision:
 
 
 def classify(result: AttemptResult) -> Cause:
-    """Why an attempt ended. `bash -c` reports a signal as 128 + s, and is understood."""
+    """Classify why an attempt ended. `bash -c` reports a signal as 128 + s, and is understood."""
     code = exit_code(result)
     if result.requested is not None:
         return Cause.REQUESTED
@@ -162,7 +162,7 @@ def next_action(
     restart_on: RestartOn = "infrastructure",
     can_replace: Callable[[str], bool] = lambda host: False,
 ) -> Decision:
-    """What follows after these attempts.
+    """Decide what follows after these attempts.
 
     Args:
         attempts: at least one, the newest last.

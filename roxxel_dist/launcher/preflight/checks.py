@@ -29,7 +29,7 @@ ALLOWED = "where that is meant, as to try a job out, say --same-machine"
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What a job needs to find on its hosts."""
+    """Needs of a job on its hosts."""
 
     run_dir: str | None = None
     """Where the hosts write; None where they do not."""
@@ -70,7 +70,7 @@ def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found."""
+    """The finding of one check."""
 
     level: Level
     check: str
@@ -224,7 +224,7 @@ def _jax(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
 
 
 def tpu_locks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    """What is wrong with the lock, for a job that uses TPUs: it asks for them, or a host has some and jax finds them.
+    """Findings about libtpu's lock, for a job that uses TPUs: it asks for them, or a host has some and jax finds them.
 
     Elsewhere another program may hold the lock, such as one that compiles for TPUs.
     """

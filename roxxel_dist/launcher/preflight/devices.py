@@ -98,7 +98,7 @@ class DeviceChecks:
         return bool(self.pending) and (self.mode != "off" or self.command is not None)
 
     def question(self, host: str) -> dict[str, Any] | None:
-        """What a host is asked for; None if nothing."""
+        """The question to a host; None if there is none."""
         if not self.wanted or host not in self.pending:
             return None
         asked = {"mode": self.mode, "command": self.command, "env": dict(self.env), "devices": self.simulated}
@@ -109,7 +109,7 @@ class DeviceChecks:
         return any(infos[host].get("checks") or host in self.failed for host in infos)
 
     def check(self, questions: Questions, hosts: Sequence[str], started: Sequence[str]) -> list[CheckResult]:
-        """What is wrong on these hosts; `started`: those that run their checks by now."""
+        """Check these hosts; `started`: those that run their checks by now."""
         answers = collect(questions, started)
         results: dict[str, list[CheckResult]] = {host: [] for host in started}
         for host, answer in answers.items():
@@ -173,7 +173,7 @@ class DeviceChecks:
 
 
 def checks_of(job: JobSpec, hosts: Sequence[str], working: int) -> DeviceChecks:
-    """What a job asks of its hosts, of which so many work; all of them are to be checked."""
+    """The checks that a job asks of its hosts, of which so many work; all of them are to be checked."""
     simulated = None if job.devices_per_proc is None else job.devices_per_proc * (job.nprocs // working)
     env = {**({"JAX_PLATFORMS": "cpu"} if simulated else {}), **job.env}  # as that of a rank, beside the host's own
     return DeviceChecks(mode=job.check_devices, command=job.preflight, pending={*hosts}, env=env, simulated=simulated)
@@ -188,7 +188,7 @@ def is_wanted_here(checks: DeviceChecks | None) -> bool:
 
 
 def collect(questions: Questions, hosts: Sequence[str]) -> dict[str, Message]:
-    """What the programs of these hosts have found, when all have ended. Hosts that do not answer are left out."""
+    """Collect what the programs of hosts have found, when all have ended. Hosts that do not answer are left out."""
     answers: dict[str, Message] = {}
     pending = [host for host in hosts if host not in questions.unreachable]
     while pending:
@@ -211,7 +211,7 @@ def figures(answer: Mapping[str, Any]) -> Measured:
 
 
 def unlike(measured: Mapping[str, Measured], hosts: Sequence[str]) -> Iterator[CheckResult]:
-    """Those of these hosts on which jax finds fewer devices than on most hosts, or a CPU where most have another."""
+    """The hosts on which jax finds fewer devices than on most hosts, or a CPU where most have another."""
     kinds = Counter(one.kind for one in measured.values())
     platform, kind, count = max(kinds, key=lambda key: (kinds[key], key[0] != "cpu", key[2]), default=("cpu", "", 1))
     for host in hosts:

@@ -40,7 +40,7 @@ class Questions(Protocol):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a host listens."""
+    """An address and a port at which a host listens."""
 
     host: str
     address: str
@@ -65,7 +65,7 @@ class NoRoute:
 
 @dataclass(frozen=True, kw_only=True)
 class Addresses:
-    """Where hosts may listen, so that others reach them."""
+    """Addresses at which hosts may listen, so that others reach them."""
 
     coordinators: Sequence[str]
     """For the coordinator, on the first host; the best one first."""

@@ -41,7 +41,7 @@ FILES_A_RANK, PROCESSES, PROCESSES_A_RANK = 8, 64, 4
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """What preflight found."""
+    """The findings of preflight."""
 
     address: str = ""
     """Where rank 0's coordinator shall listen, as the other hosts reach it; empty where there is no such place."""
@@ -81,7 +81,7 @@ class PreflightReport:
 
     @property
     def problems(self) -> list[str]:
-        """What speaks against a start, for people: each cause once."""
+        """Reasons against a start, for people: each cause once."""
         gone = [
             CheckResult("error", "host", (host,), f"host {host} cannot be used: {why}")
             for host, why in self.unreachable.items()

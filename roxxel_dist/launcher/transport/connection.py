@@ -63,7 +63,7 @@ ANOTHER_SHELL = "a start-up file (~/.bashrc) must not start another shell where 
 
 
 def causes(lines: Iterable[str]) -> list[str]:
-    """Of the lines of a client that did not connect, those that say why; they may be those of a ProxyCommand."""
+    """The lines that say why a client did not connect; they may be those of a ProxyCommand."""
     said = [line.strip() for line in lines if not ASIDE.search(line) and not line.startswith("@")]
     found = [line for line in said if line and not CLOSED.search(line)]
     return found or [line for line in said if line == HOST_KEY or re.search(DENIED, line)]
@@ -199,7 +199,7 @@ class HostConnection:
 
     @property
     def first_causes(self) -> str:
-        """Why its client did not connect, where that closed the connection for a reason that it gave before; or ""."""
+        """The reasons that its client gave before it closed the connection without having connected; or ""."""
         lines = [line for line in self.stderr if not ASIDE.search(line)]
         return " | ".join(causes(lines)[-MOST_CAUSES:]) if lines and CLOSED.search(lines[-1]) else ""
 
@@ -222,7 +222,7 @@ class HostConnection:
         return lines
 
     def wait(self, limit_s: float) -> int | None:
-        """How the program ended, and its stderr up to there; None where it has not within the limit, and is killed."""
+        """Wait for the exit code, and read stderr up to there; None where the limit is over, and the program killed."""
         try:
             code = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:

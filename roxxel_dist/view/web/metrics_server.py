@@ -79,11 +79,11 @@ class _MetricsHandler(TokenHandler):
     server: MetricsServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_HEAD(self) -> None:
-        """As GET, without the text (`curl -I`)."""
+        """Answer as to GET, without the text (`curl -I`)."""
         self.do_GET()
 
     def token(self, query: dict[str, list[str]]) -> str:
-        """That of the header: an address, and a token in it, may stand in the logs of a proxy."""
+        """The token of the header: an address, and a token in it, may stand in the logs of a proxy."""
         kind, _, token = self.headers.get("Authorization", "").partition(" ")
         return token.strip() if kind.lower() == "bearer" else ""
 
@@ -101,7 +101,7 @@ class _MetricsHandler(TokenHandler):
 
 
 def default_token_file() -> Path:
-    """In the folder of this user's state. Raises FileNotFoundError if there is no home directory."""
+    """The file in the folder of this user's state. Raises FileNotFoundError if there is no home directory."""
     return state_dir().parent / "metrics-token"
 
 

@@ -257,7 +257,7 @@ def _given_options(options: Options, usual: Plain) -> list[str]:
 
 
 def spec_of(options: Options, command: tuple[str, ...]) -> JobSetSpec:
-    """What was asked for; nothing comes from the environment of this process. Raises ValueError for a slip."""
+    """The request as plain values; nothing comes from the environment of this process. Raises ValueError for a slip."""
     name = time.strftime("roxxel-%Y%m%d-%H%M%S") if options.name is None else options.name
     env_of_secret = tuple(dict.fromkeys(word for word in options.env if "=" not in word))
     env = {

@@ -88,7 +88,7 @@ def _ray_variables() -> dict[str, str]:
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError for what cannot be the address of a cluster."""
+    """Check the address of a cluster. Raises ValueError where it cannot be one."""
     if address.startswith("ray://"):
         raise UserError(
             f"--address {address}: the launcher must run inside the cluster; send it there with `ray job submit "
@@ -111,7 +111,7 @@ def no_answer(error: Exception) -> str:
 
 
 def check_token(address: str) -> None:
-    """Raises ValueError where Ray would use the cluster without a token: it reads these variables and this file."""
+    """Check the token. Raises ValueError where Ray would use the cluster without one: it reads this file."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     has_token = bool(os.environ.get("RAY_AUTH_TOKEN")) or file.is_file()
@@ -126,7 +126,7 @@ def check_token(address: str) -> None:
 
 
 def check_head(address: str) -> None:
-    """Raises ClusterError where no head answers within ASK_S: Ray itself would try for minutes. It is asked nothing."""
+    """Check that the head answers. Raises ClusterError after ASK_S: Ray itself would try for minutes."""
     import grpc
 
     host, _, port = address.rpartition(":")

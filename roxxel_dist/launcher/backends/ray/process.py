@@ -21,7 +21,7 @@ LOST = 255
 
 
 class NoNodeError(Exception):
-    """There is no actor that could run anything. The message says why."""
+    """The lack of an actor that could run anything. The message says why."""
 
 
 class RayProcess:
@@ -60,11 +60,11 @@ class RayProcess:
         self._thread(self._run, orders, out, err)
 
     def poll(self) -> int | None:
-        """How it ended; None while it runs."""
+        """The exit code; None while the program runs."""
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """How it ended, when it has; LOST where its node is gone. Raises subprocess.TimeoutExpired.
+        """Wait for the exit code; LOST where its node is gone. Raises subprocess.TimeoutExpired.
 
         One that was killed is waited for KILL_S at most: its node may be gone too, and its agent has a limit.
         """

@@ -114,7 +114,7 @@ class SlurmBackend(base.Backend):
         return self.job_id if self.grow is None else self.grow.jobs.get(host, self.job_id)
 
     def check_joining(self, hosts: Sequence[str]) -> None:
-        """Raises UserError for a host that is no node of the job, and of none that joins it."""
+        """Check that hosts are nodes of the job, or of one that joins it. Raises UserError."""
         known = {*self.hosts, *(() if self.grow is None else self.grow.jobs)}
         if strange := [host for host in hosts if host not in known]:
             raise UserError(f"{', '.join(strange)} is no node of this SLURM job, and of none of its --grow-jobs")
@@ -135,7 +135,7 @@ def left_of(told: str, now: datetime) -> float | None:
 
 
 def check_container(container: str | None, runtime: str | None, mounts: Sequence[str]) -> None:
-    """Raises ValueError where the three do not make sense together."""
+    """Check image, runtime and mounts. Raises ValueError where the three do not make sense together."""
     if container is None and (runtime is not None or mounts):
         raise UserError(f"--{'runtime' if runtime else 'mount'} is for a container: give --container IMAGE too")
     if container is not None and runtime is None:
