@@ -277,9 +277,9 @@ def _not_launched(run: Path, command: str, trainer: Mapping[str, Any] | None) ->
     where = f"its log is {log}" if log.exists() else f"it has no log {log}"
     if trainer is None:
         return f"{run} has no record of a launch, and nothing trains there now: {where}"
-    there = "" if trainer["host"] == socket.gethostname() else f" on {trainer['host']}"
-    cure = f": `kill -INT {trainer['pid']}`{there} makes it save and exit" if command == "stop" else f": {where}"
-    return f"pid {trainer['pid']}{there} trains in {run} and was not launched from here{cure}"
+    on_host = "" if trainer["host"] == socket.gethostname() else f" on {trainer['host']}"
+    cure = f": `kill -INT {trainer['pid']}`{on_host} makes it save and exit" if command == "stop" else f": {where}"
+    return f"pid {trainer['pid']}{on_host} trains in {run} and was not launched from here{cure}"
 
 
 def _clock(when: float) -> str:

@@ -174,12 +174,12 @@ def is_alive(record: Mapping[str, Any] | None) -> bool | None:
     """Whether the process of a record lives, False for none; None if unknown, as from another host."""
     if record is None:
         return False
-    here = process_record()
-    if record["host"] != here["host"] or "boot" not in record.keys() & here.keys():
+    current = process_record()
+    if record["host"] != current["host"] or "boot" not in record.keys() & current.keys():
         return None
-    if record["boot"] != here["boot"]:
+    if record["boot"] != current["boot"]:
         return False
-    if record.get("namespace", here["namespace"]) != here["namespace"]:
+    if record.get("namespace", current["namespace"]) != current["namespace"]:
         return None
     return record.get("start") == _start_time(record["pid"])
 

@@ -52,14 +52,14 @@ class Mailbox:
 
     def take_requests(self) -> list[tuple[str, dict[str, Any]]]:
         """(name, content) of the requests that are there, which are taken away. One that cannot be read is left."""
-        taken: list[tuple[str, dict[str, Any]]] = []
+        requests: list[tuple[str, dict[str, Any]]] = []
         with contextlib.suppress(OSError):  # no folder; or a network file system that is away for a moment
             for path in sorted(self.folder.glob(f"*{REQUEST}")):
                 with contextlib.suppress(OSError, ValueError):
                     content = json.loads(path.read_text(encoding="utf-8"))
                     path.unlink()
-                    taken.append((path.stem, content))
-        return taken
+                    requests.append((path.stem, content))
+        return requests
 
     def answer(self, name: str, content: Mapping[str, Any]) -> None:
         """Answer a request. Raises OSError."""

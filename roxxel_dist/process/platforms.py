@@ -47,16 +47,16 @@ def why_no_platform(platforms: str, environ: Mapping[str, str]) -> str | None:
     """
     if not platforms:
         return None
-    names, there = platforms.split(","), {"cpu"}
-    if not set(names) <= there:
-        there = _installed(environ)
+    names, installed = platforms.split(","), {"cpu"}
+    if not set(names) <= installed:
+        installed = _installed(environ)
     head = f"JAX_PLATFORMS is {platforms}"
     unset = "unset it (JAX_PLATFORMS=cpu for the CPU)"
     for name in names if len(names) == 1 else [name for name in names if name != "cuda"]:
-        found = there & {*PLUGINS} if name == "gpu" else there & {name}
-        if not found and not (OTHERS in there and name not in KNOWN):
+        found = installed & {*PLUGINS} if name == "gpu" else installed & {name}
+        if not found and not (OTHERS in installed and name not in KNOWN):
             install = f"install it: {pip_install(EXTRAS[name])}, or " if name in EXTRAS else ""
-            return f"{head}, and this jax has {', '.join(sorted(there - {OTHERS}))}: {install}{unset}"
+            return f"{head}, and this jax has {', '.join(sorted(installed - {OTHERS}))}: {install}{unset}"
         if found == {"cuda"} and not any(map(os.path.exists, NVIDIA)):
             places = ", ".join(NVIDIA[:2])
             return f"{head}, and no NVIDIA GPU is here ({places}): load its driver, give the container one, or {unset}"

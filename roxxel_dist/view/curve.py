@@ -54,7 +54,7 @@ def _of(steps: Sequence[int], values: Sequence[float]) -> Bucket:
     return Bucket(steps[0], steps[-1], len(steps), sum(values), first, last, low, low_step, high, high_step)
 
 
-def _joined(a: Bucket, b: Bucket) -> Bucket:
+def _merge(a: Bucket, b: Bucket) -> Bucket:
     low, high = (a if a.low <= b.low else b), (a if a.high >= b.high else b)
     extremes = low.low, low.low_step, high.high, high.high_step
     return Bucket(a.begin, b.end, a.rows + b.rows, a.total + b.total, a.first, b.last, *extremes)
@@ -80,7 +80,7 @@ class Curve:
             stop = bisect_left(steps, (index + 1) * self._width, place)
             bucket = _of(steps[place:stop], values[place:stop])
             if self._buckets and self._buckets[-1].end // self._width == index:
-                self._buckets[-1] = _joined(self._buckets[-1], bucket)
+                self._buckets[-1] = _merge(self._buckets[-1], bucket)
             else:
                 self._buckets.append(bucket)
             place = stop
@@ -112,7 +112,7 @@ def _merged(buckets: Sequence[Bucket], width: int) -> list[Bucket]:
     merged: list[Bucket] = []
     for bucket in buckets:
         if merged and merged[-1].end // width == bucket.begin // width:
-            merged[-1] = _joined(merged[-1], bucket)
+            merged[-1] = _merge(merged[-1], bucket)
         else:
             merged.append(bucket)
     return merged

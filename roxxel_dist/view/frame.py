@@ -334,11 +334,11 @@ def chart(
         return []
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)
-    across, down = (1, 1) if ascii_only else (2, 4)
+    x_dots, y_dots = (1, 1) if ascii_only else (2, 4)
     cells: dict[tuple[int, int], tuple[int, int]] = {}
     for number, curve in enumerate(curves):
-        for x, y in _dots(curve, (left, right), (low, high), columns * across, rows * down):
-            place = (y // down, x // across)
+        for x, y in _dots(curve, (left, right), (low, high), columns * x_dots, rows * y_dots):
+            place = (y // y_dots, x // x_dots)
             bits, _ = cells.get(place, (0, number))
             cells[place] = bits | (1 if ascii_only else DOTS[x % 2][y % 4]), number
     labels = {0: high, rows - 1: low}

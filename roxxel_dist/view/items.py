@@ -176,8 +176,8 @@ def finder(names: Sequence[str]) -> Callable[[], list[Item]]:
 
 def _of_job(job: JobRecord) -> list[Item]:
     """The runs of a job, by relative name, or else the job itself."""
-    run, here = Path(os.path.realpath(job.run_dir)), os.path.realpath(".")
-    return _in_folder(run.relative_to(here) if run.is_relative_to(here) else Path(job.run_dir)) or [
+    run, working_dir = Path(os.path.realpath(job.run_dir)), os.path.realpath(".")
+    return _in_folder(run.relative_to(working_dir) if run.is_relative_to(working_dir) else Path(job.run_dir)) or [
         Item(name=job.run_id, reader=JobReader(job))
     ]
 

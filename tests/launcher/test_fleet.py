@@ -66,7 +66,7 @@ class World:
         assert len({*fleet.members}) == len(fleet.members) > 0
         assert {*fleet.members} <= fleet.hosts.keys()
         if self.running:
-            assert {*fleet.working} <= {*fleet.there}
+            assert {*fleet.working} <= {*fleet.present_members}
             assert not {*fleet.kept} & {*fleet.working}
             asked = () if fleet.look is None else fleet.look.candidates
             looking = {name for name, host in fleet.hosts.items() if host.state is State.LOOKING}

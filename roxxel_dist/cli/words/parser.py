@@ -170,8 +170,10 @@ class Parser(argparse.ArgumentParser):
             elif flag is None or flag.is_positional:
                 self._refuse_option(name)
             elif flag.is_list:
-                apart = value is not None and not value.startswith("-")
-                yield from [self.option(name), value] if apart else [word if value is None else f"{word}={value}"]
+                has_own_word = value is not None and not value.startswith("-")
+                yield from (
+                    [self.option(name), value] if has_own_word else [word if value is None else f"{word}={value}"]
+                )
             elif value is None and bool not in flag.kinds:
                 self.convert(flag, None)
             else:

@@ -151,8 +151,8 @@ class JobRecord:
 
     def line(self, command: str) -> str:
         """The line that a person types, here, for `command` of this job."""
-        there = () if self.is_here else ("ssh", self.controller.host)
-        return shlex.join([*there, "roxxel-dist", command, self.run_id if self.is_here else self.run_dir])
+        client = () if self.is_here else ("ssh", self.controller.host)
+        return shlex.join([*client, "roxxel-dist", command, self.run_id if self.is_here else self.run_dir])
 
     @property
     def of_slurm(self) -> str:

@@ -156,9 +156,9 @@ def mistaken(fleet: Fleet, event: events.Mistake) -> None:
 def _end_look(fleet: Fleet, do: events.Look | events.Warm) -> tuple[str, ...]:
     """The hosts of a look that may still join; those that are wanted no more are lost ones, as before, or forgotten."""
     fleet.look = None
-    there = {*fleet.are(State.LOOKING), *fleet.are(State.WARM)}
-    names = tuple(name for name in do.candidates if name in there)
-    gone, members = [name for name in do.candidates if name not in there and name in fleet.hosts], {*fleet.members}
+    candidates = {*fleet.are(State.LOOKING), *fleet.are(State.WARM)}
+    names = tuple(name for name in do.candidates if name in candidates)
+    gone, members = [name for name in do.candidates if name not in candidates and name in fleet.hosts], {*fleet.members}
     away = [name for name in fleet.in_order(gone) if fleet.hosts[name].state in (State.LOOKING, State.WARM)]
     fleet.move(away, State.LOST, due=fleet.now + fleet.pause_s)
     fleet.drop([name for name in gone if name not in members])

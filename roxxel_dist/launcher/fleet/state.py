@@ -157,7 +157,7 @@ class Fleet:
         return () if self.started is None else self.in_order(self.started.hosts)
 
     @property
-    def there(self) -> tuple[str, ...]:
+    def present_members(self) -> tuple[str, ...]:
         """The members that are not lost: those that work, and spare ones. Before a start, those that may be there."""
         return self.members_in(*THERE, State.WANTED)
 
@@ -194,7 +194,7 @@ class Fleet:
     @property
     def change(self) -> Change:
         """The change that makes the hosts those that it shall have."""
-        return change_to(self.wanted_now, self.members, self.there, self.least)
+        return change_to(self.wanted_now, self.members, self.present_members, self.least)
 
     @property
     def candidates(self) -> tuple[Host, ...]:
@@ -242,8 +242,8 @@ class Fleet:
     def plan(self, more: Collection[str]) -> Assignment:
         """The start that would be made if these hosts were there beside those that are."""
         members = self.with_members(more)
-        there = {*self.there, *more}
-        present = [name for name in members if name in there]
+        present_members = {*self.present_members, *more}
+        present = [name for name in members if name in present_members]
         return assign(self.job_of(members), members, present, elastic=self.is_elastic or members != self.members)
 
     def grows_with(self, more: Collection[str]) -> bool:

@@ -111,10 +111,9 @@ def _follow(fleet: Fleet) -> None:
         fleet.change_members(leaves=idle)
         fleet.say(f"{', '.join(idle)} left the job; no rank ran there")
     if change.kept:
-        there = len(fleet.there)
         fleet.say(
-            f"{', '.join(change.kept)} {KEPT}: of the {there} hosts that are there, at least {fleet.least} stay "
-            "(--min-hosts)"
+            f"{', '.join(change.kept)} {KEPT}: of the {len(fleet.present_members)} hosts that are there, at "
+            f"least {fleet.least} stay (--min-hosts)"
         )
     looks.forgive(fleet)
     fleet.move([name for name in fleet.members_in(State.LEAVING) if name not in change.leaves], State.WORKING)
@@ -124,9 +123,9 @@ def _follow(fleet: Fleet) -> None:
 
 def _receive_newcomers(fleet: Fleet) -> None:
     """Hosts that came are looked at, together with spare ones; those that are wanted no more are forgotten."""
-    wanted, every, members = dict.fromkeys(fleet.wanted_now), {*fleet.wanted.hosts}, {*fleet.members}
-    fleet.move([name for name in every if name not in members and name not in wanted], State.HELD)
-    fleet.drop([name for name in fleet.hosts if name not in members and name not in every])
+    wanted, wanted_names, members = dict.fromkeys(fleet.wanted_now), {*fleet.wanted.hosts}, {*fleet.members}
+    fleet.move([name for name in wanted_names if name not in members and name not in wanted], State.HELD)
+    fleet.drop([name for name in fleet.hosts if name not in members and name not in wanted_names])
     fleet.move([name for name in fleet.members_in(State.WARM) if name not in wanted], State.LOST)
     held = [name for name, host in fleet.hosts.items() if host.state is State.HELD]
     new = [name for name in wanted if name not in members and (name not in fleet.hosts or name in held)]
@@ -185,11 +184,11 @@ def _leave(fleet: Fleet, hosts: Sequence[str]) -> events.Answer:
         text = f"{', '.join(strange)} is no host of the job: it has {', '.join(fleet.wanted.hosts)}"
         return events.Answer(done=False, text=text)
     wanted = fleet.wanted.with_leave(hosts)
-    if change_to(wanted.hosts, fleet.members, fleet.there, fleet.least).kept or not wanted.hosts:
+    if change_to(wanted.hosts, fleet.members, fleet.present_members, fleet.least).kept or not wanted.hosts:
         return events.Answer(
             done=False,
-            text=f"{names} cannot leave: of the {len(fleet.there)} hosts that are there, at least {fleet.least} stay "
-            "(--min-hosts); let others join before",
+            text=f"{names} cannot leave: of the {len(fleet.present_members)} hosts that are there, at least "
+            f"{fleet.least} stay (--min-hosts); let others join before",
         )
     fleet.wanted = wanted
     if not {*hosts} & {*fleet.working}:
@@ -200,8 +199,8 @@ def _leave(fleet: Fleet, hosts: Sequence[str]) -> events.Answer:
 def _due(fleet: Fleet, lost: str = "") -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Hosts to take in, and working ones that shall leave, without one that is lost."""
     joins = fleet.are(State.WARM)
-    there = {*fleet.there, *joins} - {lost}
-    change = change_to(fleet.wanted_now, fleet.with_members(joins), there, fleet.least)
+    present = {*fleet.present_members, *joins} - {lost}
+    change = change_to(fleet.wanted_now, fleet.with_members(joins), present, fleet.least)
     return joins, tuple(name for name in change.leaves if name in fleet.working)
 
 

@@ -20,37 +20,37 @@ class Wanted:
     """Those of --hosts or --hostfile."""
     listed: tuple[str, ...] = ()
     """Those of the last good list of --hosts-from."""
-    joined: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
     """Those of `join`."""
-    left: frozenset[str] = frozenset()
+    removed: frozenset[str] = frozenset()
     """Those of `leave`: they stay away until they `join`, or come to the list anew."""
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
         """All of them, each once."""
-        hosts = dict.fromkeys((*self.given, *self.listed, *self.joined))
-        return tuple(host for host in hosts if host not in self.left)
+        hosts = dict.fromkeys((*self.given, *self.listed, *self.added))
+        return tuple(host for host in hosts if host not in self.removed)
 
     def without(self, held: Collection[str]) -> tuple[str, ...]:
         """All of them but those that the list alone names, and that are held back."""
         if not held:
             return self.hosts
-        asked = {*self.given, *self.joined}
+        asked = {*self.given, *self.added}
         return tuple(host for host in self.hosts if host in asked or host not in held)
 
     def with_list(self, hosts: Sequence[str]) -> "Wanted":
         """The same when the list has these hosts."""
         dropped = {*self.listed} - {*hosts}
-        return replace(self, listed=tuple(hosts), left=self.left - dropped)
+        return replace(self, listed=tuple(hosts), removed=self.removed - dropped)
 
     def with_join(self, hosts: Sequence[str]) -> "Wanted":
         """The same when these hosts are asked to join."""
-        return replace(self, joined=(*self.joined, *hosts), left=self.left - {*hosts})
+        return replace(self, added=(*self.added, *hosts), removed=self.removed - {*hosts})
 
     def with_leave(self, hosts: Sequence[str]) -> "Wanted":
         """The same when these hosts are asked to leave."""
-        joined = tuple(host for host in self.joined if host not in hosts)
-        return replace(self, joined=joined, left=self.left | {*hosts})
+        added = tuple(host for host in self.added if host not in hosts)
+        return replace(self, added=added, removed=self.removed | {*hosts})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +100,13 @@ class Change:
     """Hosts that are to leave, and stay: too few would be left."""
 
 
-def change_to(wanted: Collection[str], members: Sequence[str], there: Collection[str], least: int) -> Change:
+def change_to(wanted: Collection[str], members: Sequence[str], present: Collection[str], least: int) -> Change:
     """Compute the change by which the hosts of a job become those that it shall have.
 
     Args:
         wanted: those that it shall have.
         members: those that it has, the lost ones too, in the order of its ranks.
-        there: those of them that are not lost.
+        present: those of them that are not lost.
         least: so many stay, of those that are there. Lost ones stay too where too few would be left without them: they
             may come back sooner than others join.
     """
@@ -115,10 +115,10 @@ def change_to(wanted: Collection[str], members: Sequence[str], there: Collection
     unwanted = [host for host in members if host not in asked]
     if not unwanted:  # nearly always
         return Change(newcomers=newcomers)
-    leaving = [host for host in unwanted if host in there]
-    allowed = max(0, len({*there} & had) - least)
+    leaving = [host for host in unwanted if host in present]
+    allowed = max(0, len({*present} & had) - least)
     kept = tuple(leaving[allowed:])
-    lost = [host for host in unwanted if host not in there]
+    lost = [host for host in unwanted if host not in present]
     spared = lost[max(0, len(members) - len(leaving[:allowed]) - least) :]
     stay = {*kept, *spared}
     return Change(

@@ -156,13 +156,13 @@ def _script(path: str, rest: list[str]) -> None:
 def _module(name: str, rest: list[str]) -> None:
     from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 
-    package, here = name.partition(".")[0], os.getcwd()
+    package, folder = name.partition(".")[0], os.getcwd()
     finders = BuiltinImporter.find_spec(package), FrozenImporter.find_spec(package)
-    if not any(finders) and PathFinder.find_spec(package, [here, *sys.path]) is None:
+    if not any(finders) and PathFinder.find_spec(package, [folder, *sys.path]) is None:
         info(f"module not found: {name!r} (from {os.getcwd()}); check the name after `python -m`")
         sys.exit(2)
     _initialize()
-    sys.path.insert(0, here)  # only now: a `select.py` there is not what the modules of this package import
+    sys.path.insert(0, folder)  # only now: a `select.py` there is not what the modules of this package import
     sys.argv = [name, *rest]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 

@@ -133,18 +133,18 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str], *, elasti
     order, the spare ones last; `present` are those that can be used now, in the same order, at least one. `elastic`: of
     all of them too only as many work as the program can use, for their number is no choice of the user.
     """
-    working, there = working_hosts(job, hosts), {*present}
+    working, usable = working_hosts(job, hosts), {*present}
     needs = job.device_needs
-    every = _devices_of(job, len(working)) * len(working)
-    if len(present) >= len(working) and not (elastic and needs.refusal(every)):
+    most_devices = _devices_of(job, len(working)) * len(working)
+    if len(present) >= len(working) and not (elastic and needs.refusal(most_devices)):
         chosen = tuple(present[: len(working)])
-        missing = [host for host in working if host not in there]
+        missing = [host for host in working if host not in usable]
         first = {*working}
         instead = ", ".join(host for host in chosen if host not in first)
         note = f"going on without {', '.join(missing)}, with {instead} instead" if missing else ""
         return Assignment(hosts=chosen, job=job, note=note)
     procs = job.nprocs // len(working)
-    absent = [host for host in hosts if host not in there]
+    absent = [host for host in hosts if host not in usable]
     devices = _devices_of(job, len(working)) // procs
     present = present[: len(working)]
     most, used, share = 0, len(present), devices  # if it can use no number of them, the program will say so

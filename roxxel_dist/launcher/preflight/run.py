@@ -191,8 +191,8 @@ def _check(
     first, *others = infos
     findings = run_checks(requirements, infos)
     if requirements.distinct and not backend.is_by_ssh:  # ssh knows its hosts by their keys
-        here = place()
-        findings += launchers([host for host, info in infos.items() if info["place"] == here and not is_called(host)])
+        near = [host for host, info in infos.items() if info["place"] == place()]
+        findings += launchers([host for host in near if not is_called(host)])
     address = backend.address or LOOPBACK
     places = Addresses(coordinators=[address])
     machines = {host: info["machine"] for host, info in infos.items()}

@@ -50,8 +50,8 @@ class Scrapes:
         found: Sequence[Item] = []
         with suppress(ValueError):
             found = self._find()
-        there = {(type(item.reader).__name__, item.name): item for item in found}
-        self._items = {key: self._items.get(key, item) for key, item in there.items()}  # readers keep what they read
+        items = {(type(item.reader).__name__, item.name): item for item in found}
+        self._items = {key: self._items.get(key, item) for key, item in items.items()}  # readers keep what they read
         states, deadline = list[State](), time.thread_time() + SLICE_S
         for key, item in self._items.items():
             with suppress(OSError, ValueError):  # it is being deleted or created

@@ -91,8 +91,8 @@ class Feed:
             if not self._items:
                 raise
             found = []
-        there = {item_id(type(item.reader).__name__, item.name): item for item in found}
-        self._items = {name: self._items.get(name, item) for name, item in there.items()}
+        items = {item_id(type(item.reader).__name__, item.name): item for item in found}
+        self._items = {name: self._items.get(name, item) for name, item in items.items()}
         self._looked = time.monotonic()
 
 
@@ -188,8 +188,8 @@ class TokenServer(ThreadingHTTPServer):
     def tunnel(self) -> str:
         """The command that forwards the port to another machine."""
         host = str(self.server_address[0])
-        there = LOOPBACK if host in ANY else f"[{host}]" if ":" in host else host
-        return f"ssh -N -L {self.port}:{there}:{self.port} {getpass.getuser()}@{socket.gethostname()}"
+        address = LOOPBACK if host in ANY else f"[{host}]" if ":" in host else host
+        return f"ssh -N -L {self.port}:{address}:{self.port} {getpass.getuser()}@{socket.gethostname()}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Handle a connection in a thread, if one is free."""

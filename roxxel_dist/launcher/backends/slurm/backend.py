@@ -104,10 +104,10 @@ class SlurmBackend(base.Backend):
         """Seconds until the end of its job, where SLURM preempts it with a GraceTime."""
         words = ["scontrol", "show", "job", "-o", self._job_of(host)]
         try:
-            told = subprocess.run(words, capture_output=True, text=True, check=False, timeout=ASK_S).stdout
+            answer = subprocess.run(words, capture_output=True, text=True, check=False, timeout=ASK_S).stdout
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return left_of(told, datetime.now())
+        return left_of(answer, datetime.now())
 
     def _job_of(self, host: str) -> str:
         """The job that a node belongs to."""
@@ -124,9 +124,9 @@ class SlurmBackend(base.Backend):
         return start_near(self.argv(host, module, *words), step_environment(os.environ))
 
 
-def left_of(told: str, now: datetime) -> float | None:
+def left_of(text: str, now: datetime) -> float | None:
     """Seconds from `now` to the end of a job that is being preempted, by what scontrol shows of it; or None."""
-    fields = dict(re.findall(r"\b(PreemptTime|EndTime)=(\S+)", told))
+    fields = dict(re.findall(r"\b(PreemptTime|EndTime)=(\S+)", text))
     try:
         datetime.fromisoformat(fields["PreemptTime"])
         return max(0.0, (datetime.fromisoformat(fields["EndTime"]) - now).total_seconds())

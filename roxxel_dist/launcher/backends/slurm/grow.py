@@ -58,7 +58,7 @@ class GrowJobs:
     jobs: dict[str, str] = field(default_factory=dict)
     """Node to job, for each node that was ever a host."""
     _arrays: list[str] = field(default_factory=list)
-    _joined: set[str] = field(default_factory=set)
+    _working_jobs: set[str] = field(default_factory=set)
     """Jobs whose nodes were hosts, and that have not been replaced."""
     _log: Path = Path()
 
@@ -109,9 +109,9 @@ class GrowJobs:
             why = " ".join(answer.stderr.split()) or f"it ended with {answer.returncode}"
             raise UserError(f"--grow-jobs: squeue does not say which nodes are there: {why}")
         least = datetime.now() + timedelta(seconds=self.leave_s)
-        found, late = nodes_of(answer.stdout, least), late_jobs(answer.stdout, least) & self._joined
+        found, late = nodes_of(answer.stdout, least), late_jobs(answer.stdout, least) & self._working_jobs
         self.jobs = {**self.jobs, **found}
-        self._joined = (self._joined | {*found.values()}) - late
+        self._working_jobs = (self._working_jobs | {*found.values()}) - late
         if late and (array := self._submit(len(late), "no node comes in place of those whose time is nearly over")):
             info(
                 f"--grow-jobs: SLURM job {array} takes the place of {', '.join(sorted(late))}: their time is over soon"

@@ -250,8 +250,8 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
         print(printable(message), file=sys.stderr)
     print(job_id, flush=True)
     backend = SlurmBackend("", [f"node {number}" for number in range(count)])
-    moved = dataclasses.replace(job, log_dir=log.parent)
-    recorder = JobRecorder(moved, backend, detached=True, slurm_job=job_id, slurm_cluster=cluster)
+    spec = dataclasses.replace(job, log_dir=log.parent)
+    recorder = JobRecorder(spec, backend, detached=True, slurm_job=job_id, slurm_cluster=cluster)
     recorder.queue()
     of_slurm = recorder.entry.of_slurm
     info(f"run {job.run_id} is SLURM job {job_id} (`squeue -j {of_slurm}`, `scancel {of_slurm}`)")
