@@ -177,10 +177,10 @@ def test_attach_goes_on_while_a_job_waits_to_be_started_again(
     slurm(f"5|{ME}|PENDING|BeginTime")
     monkeypatch.setattr("roxxel_dist.launcher.jobs.tail.ASK_S", 0.2)
     monkeypatch.setattr("roxxel_dist.launcher.jobs.tail.PAUSE_MS", 50)
-    ask, answers = queued._run, iter([f"5|{ME}|PENDING|JobHeldUser", "", f"5|{ME}|PENDING|Priority"])
+    ask, answers = queued.answer_of, iter([f"5|{ME}|PENDING|JobHeldUser", "", f"5|{ME}|PENDING|Priority"])
 
-    def run(*words: str):
-        said = ask(*words)
+    def run(words: list[str], limit_s: float):
+        said = ask(words, limit_s)
         answer = next(answers, None)
         if answer is None:  # it is started, and ends well
             record.write(dataclasses.replace(before, state="ended", code=0), before.path)
@@ -188,7 +188,7 @@ def test_attach_goes_on_while_a_job_waits_to_be_started_again(
             slurm(answer)
         return said
 
-    monkeypatch.setattr(queued, "_run", run)
+    monkeypatch.setattr(queued, "answer_of", run)
     assert cli_jobs.attach(["run-5"]) == 0
     out, err = capfd.readouterr()
     assert "a line" in out
@@ -225,5 +225,5 @@ def test_a_slurm_that_does_not_answer_is_said_to_be_so(
     for name in ("squeue", "scancel"):
         (tmp_path / name).write_text("#!/bin/sh\nexec sleep 60\n")
     assert queued.look(before).is_queued, "as it was known"
-    with pytest.raises(UserError, match=r"run-5 is not cancelled: SLURM did not answer within 0\.2 s"):
+    with pytest.raises(UserError, match=r"run-5 is not cancelled: scancel did not answer within 0\.2 s"):
         cli_jobs.stop(["run-5"])

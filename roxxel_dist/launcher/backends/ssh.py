@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_hosts
 from roxxel_dist.launcher.control.new_job import BackendOptions
+from roxxel_dist.launcher.host.command import answer_of
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words, shell_text
 from roxxel_dist.launcher.transport.connection import causes, start_near
@@ -112,11 +113,7 @@ class SshBackend(NamedBackend):
 @cache
 def _version() -> tuple[int, int]:
     """Of OpenSSH on this machine; (0, 0) where it does not say."""
-    try:
-        said = subprocess.run(["ssh", "-V"], capture_output=True, text=True, check=False, timeout=5).stderr
-    except (OSError, subprocess.TimeoutExpired):
-        return 0, 0
-    found = re.search(r"OpenSSH_(\d+)\.(\d+)", said)
+    found = re.search(r"OpenSSH_(\d+)\.(\d+)", answer_of(["ssh", "-V"], 5).stderr)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 

@@ -144,3 +144,21 @@ class Command:
         """The last line of its standard error, or of its output where that is not kept apart, for people."""
         lines = self._streams[-1][1][-TAIL_BYTES:].decode(errors="replace").split("\n")
         return next((line.strip()[:LINE] for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+def answer_of(
+    words: Sequence[str], limit_s: float, *, text: str = "", env: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run a tool of the system, such as squeue, and wait for its answer.
+
+    Its code is 127 where it cannot be started, and 124 where it takes longer than `limit_s` seconds; `stderr` says so.
+    """
+    try:
+        return subprocess.run(words, input=text, env=env, capture_output=True, text=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        why, code = f"{words[0]} did not answer within {limit_s:g} s; try again later", 124
+    except FileNotFoundError:
+        why, code = f"there is no `{words[0]}` on this machine", 127
+    except OSError as error:
+        why, code = f"{words[0]} cannot be started: {error.strerror}", 127
+    return subprocess.CompletedProcess(words, code, "", why)

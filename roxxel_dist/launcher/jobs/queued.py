@@ -2,13 +2,13 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from roxxel_dist.launcher.control.record import JobRecord, write
+from roxxel_dist.launcher.host.command import answer_of
 from roxxel_dist.process.exit_codes import UserError
 
 ASK_S = 10.0
@@ -40,7 +40,7 @@ def look_at(jobs: Sequence[JobRecord]) -> list[JobRecord]:
         numbers = ",".join(jobs[place].slurm_job for place in places)
         where = [f"--clusters={cluster}"] if cluster else []
         # %A is also of a task of an array the number that its launcher knows.
-        answer = _run("squeue", "--noheader", f"--jobs={numbers}", *where, "--format=%A|%U|%T|%r")
+        answer = answer_of(["squeue", "--noheader", f"--jobs={numbers}", *where, "--format=%A|%U|%T|%r"], ASK_S)
         if answer.returncode and "Invalid job id" not in answer.stderr:
             continue
         said = {number: words for number, *words in (line.split("|") for line in answer.stdout.splitlines()) if words}
@@ -86,7 +86,7 @@ def cancel(job: JobRecord) -> JobRecord:
     """
     end, now = time.monotonic() + LEAVE_S, job
     while now.is_queued and time.monotonic() < end:
-        answer = _run("scancel", "--state=PENDING", *job.of_slurm.split())
+        answer = answer_of(["scancel", "--state=PENDING", *job.of_slurm.split()], ASK_S)
         if answer.returncode and "Invalid job id" not in answer.stderr:
             raise UserError(f"SLURM job {job.slurm_job} of run {job.run_id} is not cancelled: {answer.stderr.strip()}")
         if not (now := look(now)).is_queued:
@@ -103,12 +103,3 @@ def cancel(job: JobRecord) -> JobRecord:
     ended = replace(now, state="ended", code=code, ended=time.time())
     write(ended, job.path)
     return ended
-
-
-def _run(*words: str) -> "subprocess.CompletedProcess[str]":
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=ASK_S)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(words, 1, "", f"SLURM did not answer within {ASK_S:g} s; try again later")
-    except OSError as error:
-        return subprocess.CompletedProcess(words, 1, "", str(error))

@@ -18,6 +18,7 @@ from typing import ClassVar
 from roxxel_dist.launcher.backends.slurm.grow import GrowJobs
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.supervisor import JobResult, supervise
+from roxxel_dist.launcher.host.command import answer_of
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
 from roxxel_dist.launcher.job.spec import JobSpec
@@ -103,11 +104,7 @@ class SlurmBackend(base.Backend):
     def left_s(self, host: str) -> float | None:
         """Seconds until the end of its job, where SLURM preempts it with a GraceTime."""
         words = ["scontrol", "show", "job", "-o", self._job_of(host)]
-        try:
-            answer = subprocess.run(words, capture_output=True, text=True, check=False, timeout=ASK_S).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return left_of(answer, datetime.now())
+        return left_of(answer_of(words, ASK_S).stdout, datetime.now())
 
     def _job_of(self, host: str) -> str:
         """The job that a node belongs to."""
@@ -320,14 +317,7 @@ def _scontrol(*words: str) -> "subprocess.CompletedProcess[str]":
     """What scontrol answers, asked again for a while where its daemon is restarted."""
     end = time.monotonic() + DAEMON_S
     while True:
-        try:
-            answer = subprocess.run(
-                ["scontrol", *words], capture_output=True, text=True, check=False, timeout=SCONTROL_S
-            )
-        except FileNotFoundError:
-            return subprocess.CompletedProcess(words, 127, "", "there is no `scontrol` on this machine")
-        except subprocess.TimeoutExpired:
-            return subprocess.CompletedProcess(words, 124, "", f"scontrol did not answer within {SCONTROL_S:g} s")
+        answer = answer_of(["scontrol", *words], SCONTROL_S)
         if not NO_DAEMON.search(answer.stderr) or time.monotonic() > end:
             return answer
         time.sleep(1)

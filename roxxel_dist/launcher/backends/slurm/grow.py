@@ -5,13 +5,13 @@ One that leaves because its time is nearly over has another one submitted in its
 
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from roxxel_dist.launcher.host.command import answer_of
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.process.exit_codes import UserError
 
@@ -72,7 +72,7 @@ class GrowJobs:
 
     def _submit(self, count: int, otherwise: str) -> str | None:
         """The number of the array; None where SLURM takes none, and people read why."""
-        answer = self._run(self.words(self._log, count), SCRIPT.format(job=self.job_id))
+        answer = answer_of(self.words(self._log, count), ASK_S, env=self.environ, text=SCRIPT.format(job=self.job_id))
         if answer.returncode:
             why = " ".join(answer.stderr.split()) or f"sbatch ended with {answer.returncode}"
             info(f"--grow-jobs {count}: not submitted, and {otherwise}: {why}")
@@ -104,7 +104,7 @@ class GrowJobs:
         if not self._arrays:
             return [], None
         asked = ["squeue", "--noheader", f"--jobs={','.join(self._arrays)}", "--states=RUNNING", "--format=%A|%N|%e"]
-        answer = self._run(asked)
+        answer = answer_of(asked, ASK_S, env=self.environ)
         if answer.returncode and "Invalid job id" not in answer.stderr:  # so it says when all have ended some time ago
             why = " ".join(answer.stderr.split()) or f"it ended with {answer.returncode}"
             raise UserError(f"--grow-jobs: squeue does not say which nodes are there: {why}")
@@ -124,17 +124,8 @@ class GrowJobs:
     def cancel(self) -> None:
         """End them, with the job."""
         if self._arrays:
-            self._run(["scancel", *self._arrays], limit_s=CANCEL_S)
+            answer_of(["scancel", *self._arrays], CANCEL_S, env=self.environ)
             self._arrays.clear()
-
-    def _run(self, words: Sequence[str], text: str = "", limit_s: float = ASK_S) -> "subprocess.CompletedProcess[str]":
-        env = dict(self.environ)
-        try:
-            return subprocess.run(
-                words, input=text, env=env, capture_output=True, text=True, check=False, timeout=limit_s
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return subprocess.CompletedProcess(words, 1, "", str(error))
 
 
 def nodes_of(printed: str, least: datetime) -> dict[str, str]:
