@@ -23,7 +23,7 @@ from typing import Any
 
 from roxxel_dist.process.durable import make_folder, state_dir
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.process_stat import STARTED, STATE, AwakeClock, boot_id, stat
+from roxxel_dist.process.process_stat import AwakeClock, boot_id, start_of
 
 POLL_S = 0.1
 READERS_S, READER_PAUSE_S = 5.0, 0.02
@@ -148,17 +148,9 @@ def process_record() -> dict[str, Any]:
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")  # two containers of a host may have the same name and number
         if boot:
-            own = {"boot": boot, "namespace": namespace, "start": _start_time(os.getpid())}
+            own = {"boot": boot, "namespace": namespace, "start": start_of(os.getpid())}
             return {"pid": os.getpid(), "host": socket.gethostname(), **own}
     return {"pid": os.getpid(), "host": socket.gethostname()}
-
-
-def _start_time(pid: int) -> int | None:
-    """When a process of this host began, in clock ticks since the boot; None where there is none."""
-    with suppress(OSError):
-        fields = stat(pid)
-        return int(fields[STARTED]) if fields[STATE] != b"Z" else None
-    return None
 
 
 def _owner(path: Path) -> dict[str, Any] | None:
@@ -181,7 +173,7 @@ def is_alive(record: Mapping[str, Any] | None) -> bool | None:
         return False
     if record.get("namespace", current["namespace"]) != current["namespace"]:
         return None
-    return record.get("start") == _start_time(record["pid"])
+    return record.get("start") == start_of(record["pid"])
 
 
 def is_lock_of(lock: int, path: Path) -> bool:

@@ -28,6 +28,14 @@ def processes() -> Iterator[tuple[int, list[bytes]]]:
                 yield int(name), stat(int(name))
 
 
+def start_of(pid: int) -> int | None:
+    """The time at which a process of this host began, in clock ticks since the boot; None where none lives."""
+    with suppress(OSError):
+        fields = stat(pid)
+        return int(fields[STARTED]) if fields[STATE] not in b"ZX" else None
+    return None
+
+
 def is_ending(pid: int) -> bool:
     """Whether a process is on its way out, or gone.
 

@@ -5,7 +5,6 @@ record that says that a job goes on, while no process holds the lock, is of a co
 process has its number by now.
 """
 
-import contextlib
 import json
 import os
 import shlex
@@ -16,8 +15,8 @@ from typing import Any, Literal
 
 from roxxel_dist.launcher.job.spec import RUN_ID
 from roxxel_dist.process.durable import write_file
-from roxxel_dist.process.file_lock import is_held, process_record
-from roxxel_dist.process.process_stat import STARTED, STATE, stat
+from roxxel_dist.process.file_lock import is_held
+from roxxel_dist.process.process_stat import boot_id, start_of
 
 State = Literal["queued", "starting", "running", "restarting", "stopping", "ended", "lost"]
 """`queued`: a batch system has the job, and has not started it. `lost`: the controller was killed; it is what a reader
@@ -180,12 +179,8 @@ def is_alive(process: Process) -> bool:
 
 def _process(pid: int) -> Process | None:
     """A process of this machine; None for one that is gone or waits to be reaped."""
-    with contextlib.suppress(OSError):
-        fields = stat(pid)
-        if fields[STATE] not in b"ZX":
-            boot = process_record().get("boot", "")
-            return Process(host=socket.gethostname(), boot=boot, pid=pid, start=int(fields[STARTED]))
-    return None
+    start = start_of(pid)
+    return None if start is None else Process(host=socket.gethostname(), boot=boot_id(), pid=pid, start=start)
 
 
 def lock_of(path: Path) -> Path:

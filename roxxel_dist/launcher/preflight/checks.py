@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from roxxel_dist.launcher.host.host_info import IS_FILE, LOCK, HostInfo, is_loopback
+from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.spec import JobSpec
 
 Level = Literal["ok", "warning", "error"]
@@ -25,6 +26,19 @@ MOST_ALIKE = 3
 """Hosts of which one cause is said for each; of more it is said of the first."""
 NUMBER = re.compile(r"(\d+)")
 ALLOWED = "where that is meant, as to try a job out, say --same-machine"
+
+
+class Questions(Protocol):
+    """Asks hosts: over their connections, or this process for its own machine."""
+
+    unreachable: dict[str, str]
+    """Hosts that do not answer, and why."""
+    starting: Sequence[str]
+    """Those of them that may still start, by the words of their servers."""
+
+    def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
+        """The answers of those that have answered."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

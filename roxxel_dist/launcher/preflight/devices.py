@@ -15,13 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote, unquote
 
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.spec import DeviceCheckMode, JobSpec
-from roxxel_dist.launcher.preflight.checks import CheckResult, named
+from roxxel_dist.launcher.preflight.checks import CheckResult, Questions, named
 from roxxel_dist.process.durable import state_dir, write_file
 from roxxel_dist.process.extras import pip_install
 
@@ -40,16 +40,6 @@ DEVICE, COMMAND, VENDOR = "device", "preflight", "driver"
 
 Figures = dict[tuple[int, str], float]
 """Milliseconds by (the place of a device on its host, or -1 for all of them; the work)."""
-
-
-class Questions(Protocol):
-    """Asks hosts."""
-
-    unreachable: dict[str, str]
-
-    def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
-        """The answers of those that have answered."""
-        ...
 
 
 @dataclass(kw_only=True)

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
-from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.preflight.checks import (
     MOST_ALIKE,
     CheckResult,
     Hosts,
     Level,
+    Questions,
     Requirements,
     each_wrong,
     named,
@@ -28,14 +27,6 @@ from roxxel_dist.launcher.preflight.checks import (
 
 ALL_PAIRS = 16
 """Of so many hosts every pair is tried; of more, each host and those 1, 2, 4, 8, … places before and behind it."""
-
-
-class Questions(Protocol):
-    """Asks hosts."""
-
-    def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
-        """The answers of those that have answered."""
-        ...
 
 
 @dataclass(frozen=True)

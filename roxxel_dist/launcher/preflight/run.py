@@ -17,6 +17,7 @@ from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
+    Questions,
     Requirements,
     are_one_machine,
     each_wrong,
@@ -162,9 +163,6 @@ class _ThisMachine:
 
     def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
         return {host: answer(question, self._held, Limits()) for host, question in questions.items()}
-
-
-Questions = HostQuestions | _ThisMachine
 
 
 def _check(

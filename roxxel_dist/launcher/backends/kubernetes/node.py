@@ -5,16 +5,14 @@ These nodes get no orders: each knows its number, and the name of the first one.
 
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.new_job import job_of
-from roxxel_dist.launcher.host.host_info import is_loopback, resolved
+from roxxel_dist.launcher.host.host_info import is_loopback, is_owned, resolved
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.output.console import info
@@ -219,9 +217,7 @@ def _look(node: Node) -> tuple[str, str]:
     if not node.is_coordinator:
         return node.first, ""
     for address in outside:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
+        if is_owned(address):
             return address, ""
     return "", f"--first {node.first} is {outside[0]}, which is no address of this machine, and --index 0 is this one"
 
