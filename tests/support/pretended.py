@@ -207,8 +207,7 @@ class PretendedJob:
     def turn(self, wait_s: float = 0.0) -> None:
         """Let the controller take what has come, as its loop does."""
         for link, event in self.pool.events(wait_s):
-            if link is not None and event is not None:
-                self.attempt._on_event(link, event)
+            self.attempt._on_event(link, event)
         self.attempt._on_clock(time.monotonic())
 
     def cpu_share(self, seconds: float) -> float:

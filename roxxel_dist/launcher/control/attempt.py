@@ -158,11 +158,9 @@ class Attempt:
             if self._deadline is not None:
                 clocks.append(self._deadline)
             for host, event in self.pool.events(max(0.0, min(clocks) - time.monotonic())):
-                if host is not None and event is not None:
-                    self._on_event(host, event)
-                else:
-                    for number in self.signals.take():
-                        self._on_signal(number)
+                self._on_event(host, event)
+            for number in self.signals.take():
+                self._on_signal(number)
             self._on_clock(time.monotonic())
         return self._result
 

@@ -178,8 +178,7 @@ class _Controller:
             for do in todo:
                 if isinstance(do, events.AwaitEnd):
                     self._await_end(do.hosts, pool)
-            if numbers := self.signals.wait(decision.wait):
-                raise StoppedError(numbers[0])
+            fleet.pause(decision.wait)
 
     def _explain_flags(self) -> None:
         job = self.job

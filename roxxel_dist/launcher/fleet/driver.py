@@ -118,18 +118,19 @@ class Driver:
                     trusted = tuple(link.host for link in self._pool.all if link.ranks)
                     todo = self.step(events.Answered(report=report, trusted=trusted))
                 case events.Wait(seconds=seconds):
-                    self._pause(seconds)
+                    self.pause(seconds)
                     self._receive(self)
                     todo = self.step(events.Tick())
                 case events.Start() as start:
-                    self._pause(start.wait_s)
+                    self.pause(start.wait_s)
                     return start
                 case events.GiveUp(text=text, unreachable=unreachable):
                     raise NotReadyError(text, unreachable=unreachable)
                 case do:
                     raise AssertionError(do)
 
-    def _pause(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
+        """Wait while no rank runs. Raises StoppedError."""
         if numbers := self._signals.wait(seconds):
             raise StoppedError(numbers[0])
 
@@ -271,8 +272,7 @@ class Driver:
             self._report(events.Lost(host=host, why=why))
 
     def _events(self, wait_s: float) -> list[tuple[HostConnection, Message | HostLost | str]]:
-        found = self._waiting.events(wait_s) if self._waiting.all else ()
-        return [(link, event) for link, event in found if link is not None and event is not None]
+        return list(self._waiting.events(wait_s)) if self._waiting.all else []
 
     def _lost(self) -> dict[str, str]:
         """Hosts whose agents have ended, or are silent, which ends them."""

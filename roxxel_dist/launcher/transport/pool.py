@@ -244,15 +244,15 @@ class HostPool:
             self._kill_at = at
             self.order({"type": "kill", "after": after}, within=after)
 
-    def events(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | HostLost | str] | tuple[None, None]]:
-        """The events that arrive together, after waiting for at most `wait_s` seconds; (None, None) for `wake`.
+    def events(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | HostLost | str]]:
+        """The events that arrive together, after waiting for at most `wait_s` seconds, or until `wake` can be read.
 
         A message of an agent, its loss, or a line for the user.
         """
         for link, event in self.ready(wait_s):
             if link is None or event is None:
-                yield None, None
-            elif isinstance(event, Exception) and link.done:  # after its work: the next attempt reaches it again
+                continue
+            if isinstance(event, Exception) and link.done:  # after its work: the next attempt reaches it again
                 self.forget(link)
             elif isinstance(event, EOFError):
                 yield link, self._ended(link)
