@@ -49,17 +49,17 @@ def verify(words: list[str]) -> int:
         paths = [folder / str(step) for step in steps]
         with _progress(checks.size_of(paths)) as advance:
             for verdict in checks.verify_checkpoints(folder, steps, advance):
-                verdicts += _shown(verdict, args)
+                verdicts += _show(verdict, args)
         for verdict in checks.set_aside(folder) if ref.step is None else ():
-            verdicts += _shown(verdict, args)
+            verdicts += _show(verdict, args)
         for verdict in checks.verify_export(ref.run, lambda _: None) if weights else ():
-            verdicts += _shown(verdict, args)
+            verdicts += _show(verdict, args)
         if not verdicts:
             raise UserError(f"PATH is {args.path}: {folder} has no checkpoint yet")
     elif checks.is_export(ref.run):
         with _progress(checks.size_of([ref.run])) as advance:
             for verdict in checks.verify_export(ref.run, advance):
-                verdicts += _shown(verdict, args)
+                verdicts += _show(verdict, args)
     else:
         return _verify_shards(args)
     return _report(verdicts, args)
@@ -97,14 +97,14 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
         for step in steps if ref.step is None else [ref.step]:
             kept.fetch_all(step)  # the errors are found again, and reported
             for verdict in checks.verify_checkpoints(folder, [step], lambda _: None):
-                verdicts += _shown(verdict, args)
+                verdicts += _show(verdict, args)
             shutil.rmtree(folder / str(step), ignore_errors=True)
         for name in kept.damaged() if ref.step is None else ():
-            verdicts += _shown(checks.Verdict(name=name, state="renamed"), args)
+            verdicts += _show(checks.Verdict(name=name, state="renamed"), args)
     return _report(verdicts, args)
 
 
-def _shown(verdict: Any, args: VerifyArgs) -> list[Any]:
+def _show(verdict: Any, args: VerifyArgs) -> list[Any]:
     if not args.json:
         print(verdict, flush=True)
     return [verdict]

@@ -178,7 +178,7 @@ class MetricsTail:
                 self.curves = Curves(NO_CURVE)
             self.curves.add(rows)
         self.row = dict(self.curves.row)
-        if self.tail.behind:
+        if self.tail.unread_bytes:
             for row in self.tail.end(END_BYTES):
                 if step_of(row) is not None:
                     pairs = ((name, number_of(value)) for name, value in row.items())
@@ -207,7 +207,7 @@ def portions(tail: Tail, deadline: float | None) -> Iterator[list[dict[str, Any]
     while True:
         is_late = deadline is not None and time.thread_time() >= deadline
         yield objects(tail.lines(LEAST_BYTES if is_late else PORTION_BYTES))
-        if not tail.behind or is_late:
+        if not tail.unread_bytes or is_late:
             return
 
 
@@ -275,7 +275,7 @@ class RunReader:
             self._timeline.read(deadline)
             tails.append(self._timeline.tail)
         size = sum(tail.size for tail in tails)
-        now = replace(now, read_share=1.0 - sum(tail.behind for tail in tails) / size if size else 1.0)
+        now = replace(now, read_share=1.0 - sum(tail.unread_bytes for tail in tails) / size if size else 1.0)
         if brief:
             return now
         times = self._timeline.times

@@ -78,7 +78,7 @@ def state_of(study: Study) -> StudyState:
         state="searching" if held else "finished" if _is_finished(study) else "stopped",
         workers=len(running),
         began=min((trial.began for trial in trials if trial.began), default=None),
-        left_s=_left(study, running) if held else None,
+        left_s=_seconds_left(study, running) if held else None,
         steps_left=None if longest is None or not held else sum(max(0, longest - _steps(trial)) for trial in running),
     )
 
@@ -93,7 +93,7 @@ def _is_finished(study: Study) -> bool:
     return history.best is not None and not (history.running or history.paused) and len(history.trials) >= count
 
 
-def _left(study: Study, running: list[Trial]) -> float | None:
+def _seconds_left(study: Study, running: list[Trial]) -> float | None:
     history, cap = study.history, study.sweep.run_cap
     if history.mean_seconds is None or cap is None:
         return None

@@ -56,7 +56,7 @@ class Tail:
         return self.size >= self.offset and os.pread(file, len(self._mark), self.offset - len(self._mark)) == self._mark
 
     @property
-    def behind(self) -> int:
+    def unread_bytes(self) -> int:
         """The bytes of the file that were not read yet."""
         return self.size - self.offset
 

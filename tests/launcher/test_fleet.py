@@ -67,7 +67,7 @@ class World:
         assert {*fleet.members} <= fleet.hosts.keys()
         if self.running:
             assert {*fleet.working} <= {*fleet.present_members}
-            assert not {*fleet.kept} & {*fleet.working}
+            assert not {*fleet.waiting_hosts} & {*fleet.working}
             asked = () if fleet.look is None else fleet.look.candidates
             looking = {name for name, host in fleet.hosts.items() if host.state is State.LOOKING}
             assert looking <= {*asked}, "whoever is asked gets an answer"
@@ -125,7 +125,7 @@ class World:
         if lost:
             self.ends(Cause.INFRASTRUCTURE, lost=lost[0])
             return
-        gone = [name for name in self.fleet.kept if self.hosts[name] == AWAY]
+        gone = [name for name in self.fleet.waiting_hosts if self.hosts[name] == AWAY]
         if gone and self.pending is None:
             self.happens(events.Lost, host=gone[0], why="its agent ended")
         if any(isinstance(do, events.Drain) for do in self.happens(events.CanDrain)):
@@ -188,7 +188,7 @@ def test_a_newcomer_is_asked_with_the_others_at_once_and_a_host_that_was_lost_al
     one.answer()
     assert isinstance(one.pending, events.Warm)
     one.answer()
-    assert (one.fleet.hosts["c"].state, one.fleet.kept) == (State.WARM, ("c",))
+    assert (one.fleet.hosts["c"].state, one.fleet.waiting_hosts) == (State.WARM, ("c",))
     one.passes(1.0)
     assert one.starts == [("a", "b"), ("a", "b", "c")]
     one.hosts["c"] = AWAY
@@ -262,7 +262,7 @@ def test_a_host_whose_imports_fail_costs_no_restart(tmp_path: Path) -> None:
     for _ in range(40):
         one.answer()
         one.passes(1.0)
-    assert (len(one.starts), one.fleet.kept) == (1, ())
+    assert (len(one.starts), one.fleet.waiting_hosts) == (1, ())
     assert one.said == ["host c does not join yet, and is asked from time to time: no jax"]
 
 

@@ -29,7 +29,7 @@ OFTEN = {  # what goes on each half second anyway, with all that it calls
     ("control/attempt.py", "_check_for_a_hang"),
     ("control/attempt.py", "_on_progress"),
     ("agent/agent.py", "_report"),
-    ("agent/spares.py", "start"),
+    ("agent/spares.py", "start_when_ranks_work"),
 }
 inside = 0
 def note(frame, event, _):

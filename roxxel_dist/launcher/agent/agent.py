@@ -158,7 +158,7 @@ class Agent:
             if now >= self._report_at:
                 self._report()
                 if not self._draining:
-                    self._spares.start(self._alive(), self._programs)
+                    self._spares.start_when_ranks_work(self._alive(), self._programs)
             self._read_rests()
             self._tell_done()
             self._tell_warm()
@@ -267,7 +267,7 @@ class Agent:
                 break
             self._ranks.append(rank)
         self._spares.end_all()  # not ready, or for another program
-        self._spares.wanted = order.get("spares", "off")
+        self._spares.mode = order.get("spares", "off")
 
     def _programs_of(self, order: Message) -> dict[int, RankCommand]:
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
@@ -286,7 +286,7 @@ class Agent:
     def _warm(self, order: Message) -> None:
         """Start spares for ranks that may come here; `_tell_warm` says when they are ready."""
         self._warms = True
-        self._spares.begin(self._programs_of(order), order["spares"], at_once=True)
+        self._spares.start_now(self._programs_of(order), order["spares"], at_once=True)
 
     def _tell_warm(self, why: str = "") -> None:
         if self._warms and (why or self._spares.are_ready):

@@ -178,7 +178,7 @@ def last_words(spare: Spare) -> str:
     return next(reversed([*lines, *spare.rank.lines.close()]), "").strip()
 
 
-def hand_over(spare: Spare, env: dict[str, str]) -> bool:
+def send_assignment(spare: Spare, env: dict[str, str]) -> bool:
     """Send a spare the number of its rank; returns whether it will receive it."""
     data = json.dumps({"env": env}).encode() + b"\n"
     try:
@@ -207,7 +207,7 @@ class Spares:
         end: Callable[[Rank], None],
         note: Callable[[str], None],
     ) -> None:
-        self.wanted: str = "off"
+        self.mode: str = "off"
         """Whether spares are to be started: on, auto (where there is room), off."""
         self._spares: list[Spare] = []
         self._needs_room = False
@@ -215,20 +215,20 @@ class Spares:
         self._limits = limits
         self._folders, self._watch, self._end, self._note = folders, watch, end, note
 
-    def start(self, ranks: Sequence[Rank], programs: Mapping[int, RankCommand]) -> None:
+    def start_when_ranks_work(self, ranks: Sequence[Rank], programs: Mapping[int, RankCommand]) -> None:
         """A spare for each rank, once in an attempt, when all are at their steps."""
-        if self.wanted == "off" or len(ranks) < len(programs) or not all(map(_works, ranks)):
+        if self.mode == "off" or len(ranks) < len(programs) or not all(map(_works, ranks)):
             return
-        wanted, self.wanted = self.wanted, "off"
-        self.begin(programs, wanted)
+        mode, self.mode = self.mode, "off"
+        self.start_now(programs, mode)
 
-    def begin(self, programs: Mapping[int, RankCommand], wanted: str, *, at_once: bool = False) -> None:
-        """A spare for each of these ranks, if they are `wanted`. `at_once`: there are no ranks that work."""
+    def start_now(self, programs: Mapping[int, RankCommand], mode: str, *, at_once: bool = False) -> None:
+        """A spare for each of these ranks, if `mode` allows them. `at_once`: there are no ranks that work."""
         if not imports_of(next(iter(programs.values())).command):
-            if wanted == "on":
+            if mode == "on":
                 self._note("--warm-spares on: this program does not run in the launcher's Python, so it has none")
             return
-        self._needs_room, self._count = wanted == "auto", len(programs)
+        self._needs_room, self._count = mode == "auto", len(programs)
         if not self._has_room(SIZE_BYTES):
             return
         for number, program in programs.items():
@@ -243,7 +243,7 @@ class Spares:
     def take(self, number: int, program: RankCommand) -> Rank | None:
         """The rank that a spare becomes; None where no spare can be it."""
         spare = choose(self._spares, number, program)
-        if spare is None or not hand_over(spare, dict(program.env)):
+        if spare is None or not send_assignment(spare, dict(program.env)):
             return None
         self._spares.remove(spare)
         os.close(spare.orders)

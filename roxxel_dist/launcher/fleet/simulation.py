@@ -344,7 +344,9 @@ class Simulation:
                 self._settle(pace)
                 pace = self._pace(self._done, self.now)
                 fate = self._fate(pace)
-            may_drain = self._done > before and (self.fleet.kept or self.fleet.leaves_since is not None or leaving)
+            may_drain = self._done > before and (
+                self.fleet.waiting_hosts or self.fleet.leaves_since is not None or leaving
+            )
             drains = self.step(events.CanDrain()) if may_drain else ()
             if drain := next((do for do in drains if isinstance(do, events.Drain)), None):
                 self._settle(pace)
@@ -381,7 +383,7 @@ class Simulation:
         dues = [host.due for host in fleet.hosts.values() if host.state is not State.WORKING]
         dues += self._forgiven
         dues += [new_step] + ([] if fleet.leaves_since is None else [fleet.leaves_since + SWAP_S])
-        dues += [until for host, until in self._away.items() if host in fleet.kept]
+        dues += [until for host, until in self._away.items() if host in fleet.waiting_hosts]
         return min((due for due in dues if due > now), default=math.inf)
 
     def _settle(self, pace: Pace) -> None:
@@ -401,7 +403,7 @@ class Simulation:
             end = self.now + one.seconds + DEPARTS_S * (one.kind == "preempted")
             self._away |= {host: max(end, self._away.get(host, 0.0)) for host in hosts}
             for host in hosts:
-                if self.running and host in self.fleet.kept:
+                if self.running and host in self.fleet.waiting_hosts:
                     self.step(events.Lost(host=host, why="its agent ended"))
         elif one.kind == "slow":
             self._slow |= dict.fromkeys(hosts, self.now + one.seconds)

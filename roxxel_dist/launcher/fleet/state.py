@@ -170,7 +170,7 @@ class Fleet:
         return bool(spare)
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def waiting_hosts(self) -> tuple[str, ...]:
         """Hosts whose agents wait for the next attempt."""
         warm = self.are(State.WARM)
         return (*warm, *self.with_warm) if warm else ()

@@ -25,10 +25,10 @@ def stop(job: JobRecord, *, kill: bool, timeout_s: float) -> JobRecord:
     try:
         controller = os.pidfd_open(job.controller.pid)
     except ProcessLookupError:
-        return _gone(job)
+        return _ended_record(job)
     with open(controller, "rb", buffering=0):
         if not is_alive(job.controller):  # after the open: from here on the descriptor is this very process
-            return _gone(job)
+            return _ended_record(job)
         _request(job, controller, kill=kill)
         poll = select.poll()
         poll.register(controller, select.POLLIN)
@@ -38,7 +38,7 @@ def stop(job: JobRecord, *, kill: bool, timeout_s: float) -> JobRecord:
     return job.now()
 
 
-def _gone(job: JobRecord) -> JobRecord:
+def _ended_record(job: JobRecord) -> JobRecord:
     """The record of a job whose controller is no process here: it has ended, or another container has it."""
     now = job.now()
     if now.is_over:

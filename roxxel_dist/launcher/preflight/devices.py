@@ -83,13 +83,13 @@ class DeviceChecks:
     """Hosts that passed in this process."""
 
     @property
-    def wanted(self) -> bool:
+    def asks_anything(self) -> bool:
         """Whether any host can be asked something. On this machine that is known before."""
         return bool(self.pending) and (self.mode != "off" or self.command is not None)
 
     def question(self, host: str) -> dict[str, Any] | None:
         """The question to a host; None if there is none."""
-        if not self.wanted or host not in self.pending:
+        if not self.asks_anything or host not in self.pending:
             return None
         asked = {"mode": self.mode, "command": self.command, "env": dict(self.env), "devices": self.simulated}
         return asked | ({"lists": True} if self.lists and self.mode != "off" else {})
@@ -171,7 +171,7 @@ def checks_of(job: JobSpec, hosts: Sequence[str], working: int) -> DeviceChecks:
 
 def is_wanted_here(checks: DeviceChecks | None) -> bool:
     """Whether this machine has something to check."""
-    if checks is None or not checks.wanted:
+    if checks is None or not checks.asks_anything:
         return False
     nodes = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
     return checks.command is not None or checks.mode == "on" or any(map(glob, nodes))

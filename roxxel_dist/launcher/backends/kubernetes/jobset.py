@@ -345,7 +345,7 @@ def _container(spec: JobSetSpec, command: Sequence[str], volumes: Mapping[str, s
     requests = {"cpu": options.cpu, "memory": options.memory}
     chips = None if options.topology is None else chips_of(options.topology) // options.hosts
     limits = {"memory": options.memory, "nvidia.com/gpu": options.gpus_per_host, "google.com/tpu": chips}
-    resources = {"requests": _given(requests), "limits": _given(limits)}
+    resources = {"requests": _without_none(requests), "limits": _without_none(limits)}
     if any(resources.values()):
         container["resources"] = {name: amounts for name, amounts in resources.items() if amounts}
     mounts = [{"name": volumes[claim], "mountPath": path} for claim, path in spec.mounts]
@@ -353,7 +353,7 @@ def _container(spec: JobSetSpec, command: Sequence[str], volumes: Mapping[str, s
     return container
 
 
-def _given(amounts: Plain) -> Plain:
+def _without_none(amounts: Plain) -> Plain:
     return {name: amount for name, amount in amounts.items() if amount is not None}
 
 
