@@ -208,12 +208,12 @@ def expect_a_hang(what: str) -> None:
 def limit_the_end(code: int) -> None:
     """Call it last, before `sys.exit(code)`: if something hangs, this process ends so after `EXIT_WAIT_S`."""
     if _hanging:
-        timer = threading.Timer(EXIT_WAIT_S, _leave, (code,))
+        timer = threading.Timer(EXIT_WAIT_S, _exit_now, (code,))
         timer.daemon = True
         timer.start()
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
