@@ -73,21 +73,21 @@ def _samples(state: State) -> Iterator[Sample]:
     elif isinstance(state, JobState):
         job = state.record
         labels = {"run": job.run_dir, "run_id": job.run_id}
-        yield from _samples(labels, roxxel_active=float(is_active(state)), roxxel_step=job.step)
+        yield from _known_samples(labels, roxxel_active=float(is_active(state)), roxxel_step=job.step)
         yield from _of_job(labels, job.restarts, state.ranks)
     else:
         labels = {"study": state.study.place}
-        yield from _samples(labels, roxxel_active=float(is_active(state)))
+        yield from _known_samples(labels, roxxel_active=float(is_active(state)))
         for name, count in state.study.counts().items():
             yield Sample(family="roxxel_study_trials", labels={**labels, "state": name}, value=count)
-        yield from _samples(labels, roxxel_study_best=next((trial.value for trial in state.study.done), None))
+        yield from _known_samples(labels, roxxel_study_best=next((trial.value for trial in state.study.done), None))
 
 
 def _of_run(state: RunState) -> Iterator[Sample]:
     labels = {"run": state.name, "run_id": state.job}  # `job` is a label of Prometheus' own
     yield Sample(family="roxxel_run", labels={**labels, "path": state.path, "title": state.title}, value=1.0)
     saved = [checkpoint.step for checkpoint in state.checkpoints if not checkpoint.set_aside]
-    yield from _samples(
+    yield from _known_samples(
         labels,
         roxxel_active=float(is_active(state)),
         roxxel_step=state.step,
@@ -111,13 +111,13 @@ def _of_run(state: RunState) -> Iterator[Sample]:
 
 def _of_job(labels: Mapping[str, str], restarts: Sequence[Restart], ranks: Sequence[RankState]) -> Iterator[Sample]:
     count = restarts[-1].attempt + 1 if restarts else 0  # the record keeps the last ones only
-    yield from _samples(labels, roxxel_restarts=count, roxxel_ranks=len(ranks))
+    yield from _known_samples(labels, roxxel_restarts=count, roxxel_ranks=len(ranks))
     for rank in ranks:
         own = {**labels, "rank": str(rank.rank), "host": rank.host}
-        yield from _samples(own, roxxel_rank_step=rank.step, roxxel_rank_wait_seconds=rank.still_s)
+        yield from _known_samples(own, roxxel_rank_step=rank.step, roxxel_rank_wait_seconds=rank.still_s)
 
 
-def _samples(labels: Mapping[str, str], **values: float | None) -> Iterator[Sample]:
+def _known_samples(labels: Mapping[str, str], **values: float | None) -> Iterator[Sample]:
     for family, value in values.items():
         if value is not None:
             yield Sample(family=family, labels=labels, value=value)

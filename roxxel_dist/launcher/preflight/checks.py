@@ -33,8 +33,11 @@ class Questions(Protocol):
 
     unreachable: dict[str, str]
     """Hosts that do not answer, and why."""
-    starting: Sequence[str]
-    """Those of them that may still start, by the words of their servers."""
+
+    @property
+    def starting(self) -> Sequence[str]:
+        """Those of them that may still start, by the words of their servers."""
+        ...
 
     def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
         """The answers of those that have answered."""
