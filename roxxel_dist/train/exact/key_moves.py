@@ -11,8 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.attention.cut_rows import RowCut
-from roxxel_dist.train.exact.layout import ShardLayout, copies
-from roxxel_dist.train.exact.reduction import Programs, SumTree, add_sums
+from roxxel_dist.train.exact.blocks.block_update import copies
+from roxxel_dist.train.exact.compiled_step import SumTree, add_sums
+from roxxel_dist.train.exact.layout import Programs, ShardLayout
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
 ROWS, PIECES = "rows", "pieces"

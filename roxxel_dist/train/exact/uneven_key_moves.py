@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.attention.cut_rows import RowCut
+from roxxel_dist.train.exact.blocks.block_update import along
+from roxxel_dist.train.exact.compiled_step import SumTree, add_sums, subtrees, total_of
 from roxxel_dist.train.exact.key_moves import ByShard
-from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
-from roxxel_dist.train.exact.reduction import Programs, SumTree, add_sums, subtrees, total_of
+from roxxel_dist.train.exact.layout import SHARDS, Programs, ShardLayout
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
 
@@ -184,11 +185,9 @@ class UnevenKeyMoves:
         """Of float32 gradients of keys and values of whole rows, which it asks for by device and shard, the sums over
         the shards of a row: each shard gets those of its own keys and values."""
         trees: list[dict[int, SumTree]] = [{} for _ in self.layout.owned]
-        for k in range(self.layout.most):
-            for i, own in enumerate(self.layout.owned):  # every device has something to do at once
-                if k < len(own):
-                    row, place = divmod(own[k], self.shards)
-                    trees[i].setdefault(row, SumTree(self.add[i], place)).put(compute(i, k))
+        for i, k in self.layout.turns:
+            row, place = divmod(self.layout.owned[i][k], self.shards)
+            trees[i].setdefault(row, SumTree(self.add[i], place)).put(compute(i, k))
         sums = [[part for tree in own.values() for part in tree.sums()] for own in trees]
         arranged = [arrange(own) for arrange, own in zip(self.arrange, sums, strict=True)]
         del sums
@@ -196,7 +195,7 @@ class UnevenKeyMoves:
 
     def _across(self, program: Any, own: list[Any]) -> list[Any]:
         """What a program of all devices gives each device of this process, of what each has."""
-        whole = program(jax.tree.map(lambda *each: self.layout.along(each), *own))
+        whole = program(jax.tree.map(lambda *each: along(self.layout, each), *own))
         return [jax.tree.map(lambda leaf, i=i: leaf.addressable_data(i), whole) for i in range(len(own))]
 
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.blocks.blocks import BlockSums, Parts
-from roxxel_dist.train.exact.blocks.selection import Selection
+from roxxel_dist.train.exact.blocks.blocks import BlockSums, Parts, Selection
 from roxxel_dist.train.exact.gradient import ShardPrograms, Sums
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model

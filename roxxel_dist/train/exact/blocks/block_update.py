@@ -1,7 +1,7 @@
 """The update of a step by blocks of large arrays: with fsdp each device computes those that it keeps.
 
 Norms are sums of squares of blocks, added in one order. Where the slices of devices are no blocks it is a
-`spread_blocks.SpreadGroup` that updates them.
+`spread_blocks.SpreadGroup` that updates them. `Gather`, `Cut` and `run_across` move numbers between devices.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,137 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.blocks.block_programs import Inputs
-from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, run_across
-from roxxel_dist.train.exact.blocks.selection import Selection, merge_selections
-from roxxel_dist.train.exact.blocks.slices import Cut, Gather, free
-from roxxel_dist.train.exact.blocks.spread_blocks import SpreadGroup
-from roxxel_dist.train.exact.layout import ShardLayout
+from roxxel_dist.train.exact.blocks.blocks import Selection
+from roxxel_dist.train.exact.layout import Programs, ShardLayout
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
-from roxxel_dist.train.exact.reduction import Programs
+from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams, Metrics
+
+StateLeaves = Sequence[Sequence[Any]]
+"""The leaves of (parameters, the optimizer's state), by device of this process."""
+
+
+def copies(tree: Any, devices: Sequence[Any]) -> list[Any]:
+    """Of a tree of global arrays what lies on each of these devices of this process; nothing is copied."""
+    leaves, treedef = jax.tree.flatten(tree)
+    parts = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
+    return [jax.tree.unflatten(treedef, [part[device] for part in parts]) for device in devices]
+
+
+def along(layout: ShardLayout, pieces: Sequence[jax.Array]) -> jax.Array:
+    """[1, N] arrays of the devices of this process, in order, as a part of one array [devices, N]."""
+    shape = (layout.line.size, *pieces[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, layout.cut, list(pieces), dtype=pieces[0].dtype)
+
+
+def run_across(layout: ShardLayout, program: Any, own: Sequence[jax.Array]) -> list[jax.Array]:
+    """What a program of `compile_across` gives, by device of this process; as it is where there is none."""
+    if program is None:
+        return list(own)
+    every = program(along(layout, own))
+    return [every.addressable_data(i) for i in range(len(own))]
+
+
+def is_cut(like: Any) -> bool:
+    """Whether a device has a slice of an array, or of its `jax.ShapeDtypeStruct` with sharding."""
+    return not like.sharding.is_fully_replicated
+
+
+def free(arrays: Sequence[jax.Array], like: Sequence[Any]) -> None:
+    """Give the memory back of those that are cut, or are the whole of such: what works on them keeps it until then."""
+    for array, leaf in zip(arrays, like, strict=True):
+        if is_cut(leaf):
+            array.delete()
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Gives each device whole trees, of those of its slices. What is not cut is passed on."""
+
+    layout: ShardLayout
+    like: Sequence[Any]
+    """The leaves of the whole tree, with shardings."""
+    program: Any
+    """None where no leaf is cut."""
+
+    @classmethod
+    def compile_gather(cls, layout: ShardLayout, like: Any, compile_one: Compile) -> "Gather":
+        """For trees such as `like`."""
+        leaves = jax.tree.leaves(like)
+
+        def gather_slices(slices: list[jax.Array]) -> list[jax.Array]:
+            return slices
+
+        if not (cut := [leaf for leaf in leaves if is_cut(leaf)]):
+            return cls(layout, leaves, None)
+        whole = jax.jit(gather_slices, out_shardings=NamedSharding(layout.mesh, P()))
+        return cls(layout, leaves, compile_one(whole, (cut,), layout.mesh))
+
+    def run(self, parts: list[Any]) -> list[Any]:
+        """By device of this process."""
+        if self.program is None:
+            return parts
+        treedef, slices = jax.tree.structure(parts[0]), [jax.tree.leaves(part) for part in parts]
+        given = [
+            jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, list(each))
+            for leaf, *each in zip(self.like, *slices, strict=True)
+            if is_cut(leaf)
+        ]
+        wholes = [iter(own) for own in copies(self.program(given), self.layout.devices)]
+        return [
+            jax.tree.unflatten(
+                treedef,
+                [next(whole) if is_cut(leaf) else part for leaf, part in zip(self.like, own, strict=True)],
+            )
+            for own, whole in zip(slices, wholes, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Takes the slices of each device from its whole trees. What is not cut is passed on."""
+
+    like: Sequence[Any]
+    """The leaves of the whole tree, with shardings."""
+    programs: Programs
+    """Empty where no leaf is cut."""
+
+    @classmethod
+    def compile_cut(cls, layout: ShardLayout, like: Any, for_each: CompileForEach) -> "Cut":
+        """For trees such as `like`."""
+        leaves = jax.tree.leaves(like)
+        if not (cut := [leaf for leaf in leaves if is_cut(leaf)]):
+            return cls(leaves, ())
+        return cls(leaves, [for_each(_taking(cut, device), (cut,), [device])[0] for device in layout.devices])
+
+    def run(self, wholes: list[Any]) -> list[Any]:
+        """By device of this process."""
+        if not self.programs:
+            return wholes
+        return [self._slices(take, whole) for take, whole in zip(self.programs, wholes, strict=True)]
+
+    def _slices(self, take: Any, whole: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(whole)
+        slices = iter(take([leaf for leaf, like in zip(leaves, self.like, strict=True) if is_cut(like)]))
+        own = [next(slices) if is_cut(like) else leaf for leaf, like in zip(leaves, self.like, strict=True)]
+        return jax.tree.unflatten(treedef, own)
+
+
+def _taking(cut: Sequence[Any], device: Any) -> Any:
+    """The jitted function of a device that takes its slices."""
+    places = [leaf.sharding.devices_indices_map(leaf.shape)[device] for leaf in cut]
+
+    def take_slices(wholes: list[jax.Array]) -> list[jax.Array]:
+        return [whole[place] for whole, place in zip(wholes, places, strict=True)]
+
+    return jax.jit(take_slices)
 
 
 @dataclass(frozen=True)
@@ -37,17 +155,12 @@ class Arrays:
     """Of those that are not gathered yet: all but the parameters."""
     cut: Cut
 
-    def whole(self, parts: Sequence[TrainState], models: Sequence[Model]) -> list[list[jax.Array]]:
+    def whole(self, slices: StateLeaves, gathered: StateLeaves) -> list[list[jax.Array]]:
         """By device; the slices are given back."""
-        wholes = [part._replace(params=model.params) for part, model in zip(parts, models, strict=True)]
-        arrays = self.gather.run([self.selection.leaves(whole)[0] for whole in wholes])
-        for part in parts:
-            free(self.selection.leaves(part)[0], self.like)
+        arrays = self.gather.run(leaves_of(self.selection.own, gathered))
+        for leaves in leaves_of(self.selection.own, slices):
+            free(leaves, self.like)
         return arrays
-
-    def numbers(self, parts: Sequence[TrainState]) -> list[list[jax.Array]]:
-        """The optimizer's own numbers, by device."""
-        return [self.selection.leaves(part)[1] for part in parts]
 
 
 @dataclass(frozen=True)
@@ -62,8 +175,8 @@ class Group:
     def run(
         self,
         layout: ShardLayout,
-        parts: Sequence[TrainState],
-        models: Sequence[Model],
+        slices: StateLeaves,
+        gathered: StateLeaves,
         grads: Sequence[Any],
         inputs: Inputs,
     ) -> tuple[list[Any], list[Any], jax.Array]:
@@ -73,12 +186,27 @@ class Group:
         """
         if self.gathers:
             grads = gather_chunks(layout, self.gathers, grads)
-        wholes, common = self.arrays.whole(parts, models), self.arrays.numbers(parts)
+        wholes, common = self.arrays.whole(slices, gathered), leaves_of(self.arrays.selection.common, slices)
         done = [
             update(whole, *args, *given)
             for update, whole, given, *args in zip(self.update, wholes, inputs, common, grads, strict=True)
         ]
         return self.arrays.cut.run([own for own, _, _ in done]), [numbers for _, numbers, _ in done], done[0][2]
+
+
+@dataclass(frozen=True)
+class BlockNumbers:
+    """Gives each device a number of each block, from the devices that have computed it."""
+
+    layout: ShardLayout
+    stack: Sequence[Any]
+    gather: Any
+    """None where there is one device."""
+
+    def run(self, numbers: list[list[jax.Array]]) -> list[jax.Array]:
+        """float32[1, count], by device of this process, from float32[1] of each of its blocks."""
+        stacked = [stack(own) for stack, own in zip(self.stack, numbers, strict=True)]
+        return run_across(self.layout, self.gather, stacked)
 
 
 @dataclass(frozen=True)
@@ -108,23 +236,23 @@ class BlockGroup:
 
     def run(
         self,
-        parts: Sequence[TrainState],
-        models: Sequence[Model],
+        own: list[list[jax.Array]],
+        common: list[list[jax.Array]],
         chunks: list[list[jax.Array]],
         grads: list[list[list[jax.Array]]],
         inputs: Inputs,
     ) -> tuple[list[Any], jax.Array]:
         """(the arrays as they are kept, by device; float32[1, count] the squares of the changes).
 
-        `chunks` and `grads` are what a device has added up: of all its blocks, and of each.
+        `own` and `common` are the slices of a device and the optimizer's own numbers, `chunks` and `grads` what it has
+        added up: of all its blocks, and of each.
         """
         if self.gathers:
             every = gather_chunks(self.squares.layout, self.gathers, chunks)
             grads = [split(own) for split, own in zip(self.split, every, strict=True)]
             del every
         chunks.clear()
-        own, common = self.selection.take_slices(parts, models, self.params)
-        squares: list[list[jax.Array]] = [[] for _ in parts]
+        squares: list[list[jax.Array]] = [[] for _ in own]
         for k in range(self.count):
             for i, update in enumerate(self.update):  # every device has something to do at once
                 at = self.numbers[i][k]
@@ -166,7 +294,8 @@ class BlockUpdate:
     squares: SquaresOfBlocks | None
     """None where no parameter is updated in blocks."""
     numbers: Programs
-    blocks: BlockGroup | SpreadGroup | None
+    blocks: Any
+    """A `BlockGroup` or a `SpreadGroup`; None as above."""
     groups: Sequence[Group]
     """The other groups of large parameters, then the small ones."""
     cut_rest: Cut
@@ -183,25 +312,36 @@ class BlockUpdate:
             for numbers, part, count, *args in zip(self.numbers, parts, counts, totals, squares, models, strict=True)
         ]
         inputs = [(own[0], scalars_of(model.hparams)) for own, model in zip(found, models, strict=True)]
-        done: list[tuple[Selection, list[Any]]] = []
+        structure = jax.tree.structure((parts[0].params, parts[0].opt_state))
+        slices = [jax.tree.leaves((part.params, part.opt_state)) for part in parts]
+        gathered = [jax.tree.leaves((model.params, part.opt_state)) for part, model in zip(parts, models, strict=True)]
+        done: list[tuple[list[int], list[Any]]] = []
         changes: list[jax.Array] = []
         if self.blocks is not None:
             chunks = [[own.pop(name) for name in self.names[0]] for own in shares]
-            own, change = self.blocks.run(parts, models, chunks, blocks, inputs)
-            done.append((self.blocks.selection, own))
+            selection, params = self.blocks.selection, self.blocks.params
+            for model in models:  # it has the slices too, which are updated
+                free([model.params[name] for name in params], list(params.values()))
+            own, common = leaves_of(selection.own, slices), leaves_of(selection.common, slices)
+            own, change = self.blocks.run(own, common, chunks, blocks, inputs)
+            done.append((selection.own, own))
             changes.append(change)
         common: list[Any] = []
-        large = self.names[1:]
-        for group, names in zip(self.groups, [*large, ()], strict=True):
+        for group, names in zip(self.groups, [*self.names[1:], ()], strict=True):
             of_group = [[own.pop(name) for name in names] for own in shares] if names else [own[2] for own in found]
-            own, common, change = group.run(self.layout, parts, models, of_group, inputs)
-            done.append((group.arrays.selection, own))
+            own, common, change = group.run(self.layout, slices, gathered, of_group, inputs)
+            done.append((group.arrays.selection.own, own))
             changes.append(change)
         rests = self.cut_rest.run([own[1].rest for own in found])
+        done.append((self.groups[-1].arrays.selection.common, common))
         states = []
-        for i, part in enumerate(parts):
-            params, opt_state = merge_selections(part, [selection.tree(own[i], common[i]) for selection, own in done])
-            states.append(TrainState(found[i][1].step, params, rests[i], opt_state, found[i][1].health))
+        for i, (_, after, _, _) in enumerate(found):
+            leaves: list[Any] = [None] * structure.num_leaves
+            for places, new in done:
+                for place, leaf in zip(places, new[i], strict=True):
+                    leaves[place] = leaf
+            params, opt_state = jax.tree.unflatten(structure, leaves)
+            states.append(TrainState(after.step, params, rests[i], opt_state, after.health))
         return states, self.norm(found[0][3], changes)
 
 
@@ -214,6 +354,11 @@ def gather_chunks(
         for own, chunk in zip(found, run_across(layout, program, [each.pop(0) for each in chunks]), strict=True):
             own.append(chunk)
     return found
+
+
+def leaves_of(places: Sequence[int], of_states: StateLeaves) -> list[list[Any]]:
+    """Those at some places, by device."""
+    return [[leaves[place] for place in places] for leaves in of_states]
 
 
 def scalars_of(hparams: Hparams) -> Hparams:

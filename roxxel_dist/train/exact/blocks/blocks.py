@@ -18,6 +18,7 @@ from roxxel_dist.cluster.parameter_sharding import parameter_sharding
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.exact.packing import Packed, pack, unpack, wide
 from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, is_elementwise
+from roxxel_dist.train.step.state import TrainState
 
 GROUPS = 8
 """Large arrays that are updated whole are so in groups of about this share of all of them."""
@@ -178,3 +179,58 @@ class BlockSums:
             return {name: leaf for name, leaf in node.items() if name not in self.blocks.dimensions}
 
         return jax.tree.map(others, sums, is_leaf=self._is_gradients)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some parameters and what the optimizer keeps of them, apart from the optimizer's own numbers."""
+
+    treedef: Any
+    owners: tuple[str | None, ...]
+    """Of each leaf the parameter that it is of, None of a number that is of all."""
+    places: tuple[int, ...]
+    """Of each leaf its place among those of (parameters, the optimizer's state)."""
+
+    @classmethod
+    def of_names(cls, state: TrainState, names: Sequence[str]) -> "Selection":
+        """Of a state, which may be abstract."""
+        chosen, every = frozenset(names), frozenset(state.params)
+        whole = jax.tree.structure((state.params, state.opt_state))
+        numbered = jax.tree.unflatten(whole, range(whole.num_leaves))
+
+        def is_named(node: Any) -> bool:
+            return isinstance(node, dict) and bool(node) and every.issuperset(node)
+
+        def choose(node: Any) -> Any:
+            return {name: part for name, part in node.items() if name in chosen} if is_named(node) else node
+
+        def owner_of(path: Sequence[Any]) -> str | None:
+            return next((k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in every), None)
+
+        leaves, treedef = jax.tree.flatten_with_path(jax.tree.map(choose, numbered, is_leaf=is_named))
+        return cls(treedef, tuple(owner_of(path) for path, _ in leaves), tuple(place for _, place in leaves))
+
+    @cached_property
+    def own(self) -> list[int]:
+        """The places of the arrays of these parameters."""
+        return [place for place, owner in zip(self.places, self.owners, strict=True) if owner]
+
+    @cached_property
+    def common(self) -> list[int]:
+        """Those of the numbers that are of all."""
+        return [place for place, owner in zip(self.places, self.owners, strict=True) if not owner]
+
+    def leaves(self, state: TrainState) -> tuple[list[Any], list[Any]]:
+        """(arrays of these parameters, the numbers that are of all)."""
+        leaves = jax.tree.leaves((state.params, state.opt_state))
+        return [leaves[place] for place in self.own], [leaves[place] for place in self.common]
+
+    def tree(self, own: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        """(the parameters, the optimizer's state of them) of what `leaves` gave."""
+        first, second = iter(own), iter(numbers)
+        return jax.tree.unflatten(self.treedef, [next(first if owner else second) for owner in self.owners])
+
+    @property
+    def names_of_own(self) -> list[str]:
+        """The parameter of each array that `leaves` gives."""
+        return [owner for owner in self.owners if owner]

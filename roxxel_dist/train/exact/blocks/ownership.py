@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.train.exact.blocks.blocks import Blocks
 from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
 from roxxel_dist.train.exact.packing import TILE
-from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.compile import Compile
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Ownership:
         team = self.teams[0]
         groups = None if len(self.teams) == 1 else self.teams
         own = flat.reshape(self.most, -1)
-        return _gather_blocks(own, [self.shares[i] for i in team], self.owned[team[0]], groups).reshape(1, -1)
+        return gather_blocks(own, [self.shares[i] for i in team], self.owned[team[0]], groups).reshape(1, -1)
 
     def gather_all(self, flat: jax.Array) -> jax.Array:
         """[1, N], all blocks, likewise."""
-        return _gather_blocks(flat.reshape(self.most, -1), self.shares, range(self.count)).reshape(1, -1)
+        return gather_blocks(flat.reshape(self.most, -1), self.shares, range(self.count)).reshape(1, -1)
 
 
 def _owned(layout: ShardLayout, blocks: Blocks, name: str, leaf: Any) -> tuple[range, ...] | None:
@@ -99,7 +99,7 @@ def _rows_in_order(rows: jax.Array, order: list[int]) -> jax.Array:
     return rows if order == list(range(rows.shape[0])) else rows[np.array(order)]
 
 
-def _gather_blocks(
+def gather_blocks(
     own: jax.Array, ranges: Sequence[range], wanted: range, groups: list[list[int]] | None = None
 ) -> jax.Array:
     """What devices have of the `wanted` blocks, in their order; each has those of one of the `ranges`, in [most, …]."""
@@ -110,59 +110,11 @@ def _gather_blocks(
     return _rows_in_order(every, [places[block] for block in wanted])
 
 
-@dataclass(frozen=True)
-class BlockNumbers:
-    """Gives each device a number of each block, from the devices that have computed it."""
-
-    layout: ShardLayout
-    stack: Sequence[Any]
-    gather: Any
-    """None where there is one device."""
-
-    @classmethod
-    def compile_numbers(
-        cls, layout: ShardLayout, count: int, ranges: Sequence[range], here: Sequence[range], compile_one: Compile,
-        for_each: CompileForEach,
-    ) -> "BlockNumbers":  # fmt: skip
-        """For devices that compute these of `count` blocks; `here` are those of this process."""
-        most = max(map(len, ranges))
-
-        def stack_numbers(each: list[jax.Array]) -> jax.Array:
-            return jnp.pad(jnp.concatenate(each), (0, most - len(each)))[None]
-
-        one = jax.ShapeDtypeStruct((1,), np.float32)
-        stack = [
-            for_each(jax.jit(stack_numbers), ([one] * len(own),), [device])[0]
-            for own, device in zip(here, layout.devices, strict=True)
-        ]
-        if layout.line.size == 1:
-            return cls(layout, stack, None)
-
-        def gather_numbers(own: jax.Array) -> jax.Array:
-            return _gather_blocks(own[0], ranges, range(count))[None]
-
-        return cls(layout, stack, compile_across(layout, gather_numbers, (layout.line.size, most), compile_one))
-
-    def run(self, numbers: list[list[jax.Array]]) -> list[jax.Array]:
-        """float32[1, count], by device of this process, from float32[1] of each of its blocks."""
-        return run_across(
-            self.layout, self.gather, [stack(own) for stack, own in zip(self.stack, numbers, strict=True)]
-        )
-
-
 def compile_across(layout: ShardLayout, function: Any, shape: tuple[int, ...], compile_one: Compile) -> Any:
     """The program of a function of what lies on each device of a float32 array of such a shape, [devices, …]."""
     spec = P(SHARDS)
     mapped = jax.shard_map(function, mesh=layout.line, in_specs=spec, out_specs=spec, check_vma=False)
     return compile_one(jax.jit(mapped), (jax.ShapeDtypeStruct(shape, np.float32, sharding=layout.cut),), layout.line)
-
-
-def run_across(layout: ShardLayout, program: Any, own: Sequence[jax.Array]) -> list[jax.Array]:
-    """What such a program gives, by device of this process; as it is where there is none."""
-    if program is None:
-        return list(own)
-    every = program(layout.along(own))
-    return [every.addressable_data(i) for i in range(len(own))]
 
 
 @dataclass(frozen=True)
