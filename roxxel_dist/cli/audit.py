@@ -46,7 +46,7 @@ def audit(words: list[str]) -> int:
         from roxxel_dist.audit.dump import dump
         from roxxel_dist.audit.record import RunRecord
         from roxxel_dist.audit.replay import intervals_of, prepare, replay
-        from roxxel_dist.utils.progress_bars import ProgressBars
+        from roxxel_dist.utils.display import ProgressBars
 
         run = RunRecord.read(args.run)
         intervals = intervals_of(run, steps, args.every)

@@ -42,7 +42,7 @@ from roxxel_dist.train.validation.text_of_sets import TextOfSets, gives_nats, wh
 from roxxel_dist.train.validation.validation_rows import ValidationRows
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
-from roxxel_dist.weights.model import attention_kernel
+from roxxel_dist.weights.load import attention_kernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

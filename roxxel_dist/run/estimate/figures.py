@@ -10,7 +10,7 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.estimate.target_steps import TargetPhase
 from roxxel_dist.train.step.batch_layout import BatchLayout
 from roxxel_dist.train.step.by_parameter import ParameterGroup
-from roxxel_dist.train.step.memory import StepMemory
+from roxxel_dist.train.step.compile import StepMemory
 from roxxel_dist.train.validation.validation_rows import ValidationRows
 
 

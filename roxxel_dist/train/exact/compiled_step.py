@@ -3,7 +3,7 @@
 `CompiledStep` is the step in order. The lower parts of the tree are on a device: the sums of whole subtrees of its own
 shards. Of these each device sends every other one the part that the other one owns (an all-to-all). The owner adds the
 rest of the tree. Then all get all parts from their owners, but for the gradients of blocks, which stay there (see
-`ownership.py`). The tree is that of the shards, so a sum is the same to the bit on any number of devices.
+`Ownership`). The tree is that of the shards, so a sum is the same to the bit on any number of devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.blocks.block_update import BlockUpdate, Gather, copies
-from roxxel_dist.train.exact.blocks.ownership import Ownership, Shares
+from roxxel_dist.train.exact.block_update import BlockUpdate, Gather, copies
+from roxxel_dist.train.exact.blocks import Ownership, Shares
+from roxxel_dist.train.exact.gradient import Packed, pieces, unpack
 from roxxel_dist.train.exact.layout import SHARDS, DeviceStates, Programs, ShardLayout
-from roxxel_dist.train.exact.packing import Packed, pieces, unpack
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState

@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.blocks.block_programs import Inputs
-from roxxel_dist.train.exact.blocks.blocks import Selection
+from roxxel_dist.train.exact.block_programs import Inputs
+from roxxel_dist.train.exact.blocks import Selection
+from roxxel_dist.train.exact.gradient import Packed
 from roxxel_dist.train.exact.layout import Programs, ShardLayout
-from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.blocks.block_programs import BlockPrograms, Join, with_update_norm
-from roxxel_dist.train.exact.blocks.block_update import (
+from roxxel_dist.train.exact.block_programs import BlockPrograms, Join, with_update_norm
+from roxxel_dist.train.exact.block_update import (
     Arrays,
     BlockGroup,
     BlockNumbers,
@@ -23,14 +23,20 @@ from roxxel_dist.train.exact.blocks.block_update import (
     SquaresOfBlocks,
     scalars_of,
 )
-from roxxel_dist.train.exact.blocks.blocks import Blocks, BlockSums, Selection
-from roxxel_dist.train.exact.blocks.ownership import Ownership, Shares, compile_across, gather_blocks
-from roxxel_dist.train.exact.blocks.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
+from roxxel_dist.train.exact.blocks import (
+    Blocks,
+    BlockSums,
+    Ownership,
+    Selection,
+    Shares,
+    compile_across,
+    gather_blocks,
+)
 from roxxel_dist.train.exact.compiled_step import Exchange
-from roxxel_dist.train.exact.gradient import ShardPrograms
+from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
 from roxxel_dist.train.exact.layout import Programs, ShardLayout, shapes_of
-from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
+from roxxel_dist.train.exact.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.optimizer import for_model
 from roxxel_dist.train.step.state import TrainState
