@@ -11,7 +11,7 @@ from roxxel_dist.cli.words.arguments import ConfigArgs, parse_config
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.process.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.utils.limits import MOST_WHOLE
+from roxxel_dist.utils.component import MOST_WHOLE
 
 if TYPE_CHECKING:
     from roxxel_dist.layouts.check import LayoutResult
