@@ -71,6 +71,8 @@ class Family:
     rope_types: tuple[str, ...] = ("default", "linear", "llama3")
     fused: bool = False
     """Queries, keys and values are one tensor, and so are gate and up."""
+    expert_tensors: tuple[str, str, str, str] = ("mlp", "gate_proj", "up_proj", "down_proj")
+    """Parts of the names of tensors: of the layer of experts, and of each expert's gate, up and down."""
     pads: bool = True
     """Whether the usual token of padding may be beyond the vocabulary, so that the config must name one."""
 
@@ -242,7 +244,8 @@ FAMILIES = {
         lambda config: {
             **_window(config), "num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k_mlp
         },
-        BIASES, refuses=_refuses_mixtral, theta=1e6, eps=1e-5, experts=8, pads=False,
+        BIASES, refuses=_refuses_mixtral, theta=1e6, eps=1e-5, experts=8,
+        expert_tensors=("block_sparse_moe", "w1", "w3", "w2"), pads=False,
     ),
     "qwen2": Family(
         "Qwen2", "Qwen2ForCausalLM", {"qkv_bias": True}, frozenset({"sliding_window", SCALED}),
