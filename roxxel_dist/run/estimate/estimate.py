@@ -41,8 +41,7 @@ from roxxel_dist.train.step.schedule import scaling_note
 from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.throughput import device_bytes
 from roxxel_dist.train.steps import Steps
-from roxxel_dist.train.validation.evaluator import Validation
-from roxxel_dist.train.validation.validation_rows import ValidationRows
+from roxxel_dist.train.validation.evaluator import Validation, ValidationRows
 from roxxel_dist.weights.base import check_weights, find_checkpoint
 
 SIMULATED = SAVE_MEMORY | UNOPTIMIZED
