@@ -45,7 +45,7 @@ def measured(
     from roxxel_dist.devices.program_cost import program_cost
     from roxxel_dist.devices.targets import hosts_of
     from roxxel_dist.run.estimate.step_costs import costs_of, roofline_seconds
-    from roxxel_dist.train.step.memory import StepMemory
+    from roxxel_dist.train.step.compile import StepMemory
 
     fields = FIELDS | dict(fields)
     mesh, step, args = (_plain if plain else _ours)(devices, rows, length, fields)

@@ -30,7 +30,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verify import VerifiedBlocks, find_damage
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.input.verify_ahead import STEPS_AT_ONCE
-from roxxel_dist.utils.progress_bars import ProgressBars
+from roxxel_dist.utils.display import ProgressBars
 
 TOKENS, SHARDS, VOCABULARY = 1 << 27, 8, 50_257
 DEVICES = 8

@@ -127,7 +127,7 @@ def step_of(devices: int, rows: int, length: int, fields: Mapping[str, Any]) -> 
 def cost_of(devices: int, rows: int, length: int, fields: Mapping[str, Any]) -> tuple[float, int]:
     """(FLOPs, bytes) of a device."""
     from roxxel_dist.devices.program_cost import program_cost
-    from roxxel_dist.train.step.memory import StepMemory
+    from roxxel_dist.train.step.compile import StepMemory
 
     program, _ = step_of(devices, rows, length, fields)
     return program_cost(program.as_text(), [0] * devices).flops, StepMemory.of_program(program).peak

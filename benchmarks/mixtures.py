@@ -156,8 +156,7 @@ class Recorder:
         from roxxel_dist.settings.config import Config
         from roxxel_dist.train.step.compile import AotCompiler
         from roxxel_dist.train.steps import Steps
-        from roxxel_dist.train.validation.evaluator import Validation
-        from roxxel_dist.train.validation.validation_rows import ValidationRows
+        from roxxel_dist.train.validation.evaluator import Validation, ValidationRows
 
         self.times, self.passes = times, passes
         even = np.full((2, len(SOURCES)), 1 / len(SOURCES)).tolist()

@@ -17,7 +17,7 @@ PLACES = {
     "roxxel_dist.cluster.distributed": {"initialize": "joined"},
     "roxxel_dist.cli.train": {"parse_train": "words read"},
     "roxxel_dist.train.position": {"make_steps": "model's shapes", "restore_start": "restored"},
-    "roxxel_dist.train.deferred": {"DeferredMetrics.flush": "first step done"},
+    "roxxel_dist.train.metrics": {"DeferredMetrics.flush": "first step done"},
     "roxxel_dist.train.loop": {"Loop.enter_phase": "program is there"},
 }
 IMPORTS = {"jax": "jax imported", "roxxel_dist.run.experiment": "all imported"}

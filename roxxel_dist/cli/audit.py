@@ -15,7 +15,7 @@ from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.process.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.utils.limits import MOST_WHOLE
+from roxxel_dist.utils.component import MOST_WHOLE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def audit(words: list[str]) -> int:
         from roxxel_dist.audit.dump import dump
         from roxxel_dist.audit.record import RunRecord
         from roxxel_dist.audit.replay import intervals_of, prepare, replay
-        from roxxel_dist.utils.progress_bars import ProgressBars
+        from roxxel_dist.utils.display import ProgressBars
 
         run = RunRecord.read(args.run)
         intervals = intervals_of(run, steps, args.every)

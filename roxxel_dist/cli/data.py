@@ -208,7 +208,7 @@ def verify_shards(path: str, workers: int | None = None, dtype: str | None = Non
     from roxxel_dist.data.files.discovery import NoShardsError, names_objects
     from roxxel_dist.data.remote.verify import verify_objects
     from roxxel_dist.data.verify import find_damage
-    from roxxel_dist.utils.progress_bars import ProgressBars
+    from roxxel_dist.utils.display import ProgressBars
 
     if names_objects(path):
         problems, whole = verify_objects(path, ProgressBars(True))

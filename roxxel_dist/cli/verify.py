@@ -130,7 +130,7 @@ def _verify_shards(args: VerifyArgs) -> int:
 @contextmanager
 def _progress(size: int) -> Iterator[Callable[[int], None]]:
     """On standard error; of little nothing is shown."""
-    from roxxel_dist.utils.progress_bars import ProgressBars
+    from roxxel_dist.utils.display import ProgressBars
 
     with ProgressBars(size >= LARGE).bar("verify", max(1, size)) as advance:
         yield advance

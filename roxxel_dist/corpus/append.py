@@ -24,7 +24,7 @@ from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.verify import find_damage
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.progress_bars import ProgressBars
+from roxxel_dist.utils.display import ProgressBars
 
 SHARD_NAME = "shard_{:05d}.rox".format
 APPENDED = "appended"

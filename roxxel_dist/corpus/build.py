@@ -27,7 +27,7 @@ from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Ki
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.progress_bars import ProgressBars
+from roxxel_dist.utils.display import ProgressBars
 from roxxel_dist.utils.voice import argument
 
 MAX_SHARD_BYTES = 256 << 20

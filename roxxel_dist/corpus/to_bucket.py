@@ -23,7 +23,7 @@ from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.process.durable import cache_folder
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.progress_bars import ProgressBars
+from roxxel_dist.utils.display import ProgressBars
 from roxxel_dist.utils.voice import argument
 
 BUILDS = "builds"

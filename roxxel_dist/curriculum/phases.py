@@ -14,7 +14,7 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.units import APART, SPREAD, rows_in_a_pass
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.limits import MOST_WHOLE
+from roxxel_dist.utils.component import MOST_WHOLE
 
 Passes = Literal["together", "apart"]
 ORDERS: Mapping[str, int] = {"together": SPREAD, "apart": APART}

@@ -23,8 +23,7 @@ from roxxel_dist.data.files.writer import WriteOptions, write_data_set
 from roxxel_dist.data.packing import segments_and_positions
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher
-from roxxel_dist.data.remote.open import open_shards, read_beside
-from roxxel_dist.data.remote.reader import RemoteReader
+from roxxel_dist.data.remote.open import RemoteReader, open_shards, read_beside
 from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.units import steps_in_a_pass

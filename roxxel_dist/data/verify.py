@@ -15,12 +15,12 @@ import numpy as np
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.foreign import GIVE_THE_DTYPE, ForeignFile, sample_starts
-from roxxel_dist.data.files.limits import MOST_WORKERS, check_range
+from roxxel_dist.data.files.format import MOST_WORKERS, check_range
 from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
 from roxxel_dist.data.files.slices import TokenFile
 from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.progress_bars import ProgressBars
+from roxxel_dist.utils.display import ProgressBars
 
 WORTH_A_PROCESS = 1 << 32
 """Bytes of tokens that justify another process: half a second of work, about the start-up time of a process."""

@@ -99,10 +99,9 @@ def tensors_of(config: ModelConfig, family: str | None = None) -> dict[str, Tens
             table[f"blocks.attention.{name}.scale"] = Tensors((f"{attention}{name}.weight",), vector, 0, layers, False)
     first, second = ((dim, 1, hidden),) * 2, ((hidden, dim),)
     if config.use_moe:
-        mixtral = family == "mixtral"
-        moe, stack = f"{block}{'block_sparse_moe' if mixtral else 'mlp'}.", (*layers, experts)
+        layer, gate, up, down = FAMILIES[family].expert_tensors
+        moe, stack = f"{block}{layer}.", (*layers, experts)
         one = f"{moe}experts.{{e}}."
-        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         table |= {
             "blocks.feedforward.router.kernel": Tensors((f"{moe}gate.weight",), ((dim, experts),), 0, layers),
             "blocks.feedforward.gate_up": Tensors((f"{one}{gate}.weight", f"{one}{up}.weight"), first, 1, stack),

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from roxxel_dist.objects.connect import connect
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError
-from roxxel_dist.objects.failures import Failure, failure_of
-from roxxel_dist.objects.retry import Retries, ShortBodyError
+from roxxel_dist.objects.failures import Failure, Retries, ShortBodyError, failure_of
 from roxxel_dist.objects.url import ObjectUrl, checked_key
 from roxxel_dist.process.durable import sync_folder
 from roxxel_dist.process.exit_codes import UserError

@@ -45,7 +45,7 @@ from roxxel_dist.train.step.step import LossFn, loop_numbers
 from roxxel_dist.train.steps import StepOptions, Steps, make_steps
 from roxxel_dist.train.validation.evaluator import HELD_OUT
 from roxxel_dist.weights.base import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
-from roxxel_dist.weights.model import attention_kernel, model_builder, slower_attention
+from roxxel_dist.weights.load import attention_kernel, model_builder, slower_attention
 
 BUILD_LIMIT_S = 6 * 3600.0
 
@@ -79,7 +79,7 @@ class RunComponents:
 
     @property
     def slower_attention(self) -> str:
-        """See `roxxel_dist.weights.model.slower_attention`."""
+        """See `roxxel_dist.weights.load.slower_attention`."""
         return slower_attention(self.config, self.curriculum.shapes, self.kernel, self.devices)
 
     def steps(self, mesh: Mesh, total_steps: int) -> Steps:

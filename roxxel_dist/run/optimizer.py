@@ -13,7 +13,7 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import SCHEDULE_FREE, OptimizerConfig
 from roxxel_dist.train.step.optimizer import NamedOptimizer
-from roxxel_dist.weights.model import parameter_widths
+from roxxel_dist.weights.load import parameter_widths
 
 
 def build_optimizer(config: Config, build: Callable[[], nnx.Module]) -> NamedOptimizer:

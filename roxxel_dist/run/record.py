@@ -25,7 +25,7 @@ from roxxel_dist.settings.config import DEFAULTS, RECORD, Config
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.resume import ResumePoint, check_same_bits, max_steps_note
 from roxxel_dist.train.step.schedule import LrSchedule, scaling_note
-from roxxel_dist.train.validation.validation_rows import validation_note
+from roxxel_dist.train.validation.evaluator import validation_note
 from roxxel_dist.utils.voice import argument
 
 MB = 1e6

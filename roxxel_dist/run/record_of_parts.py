@@ -22,7 +22,7 @@ from roxxel_dist.run.record import summarize
 from roxxel_dist.settings.config import Config
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.step.state import TrainView
-from roxxel_dist.weights.model import attention_kernel
+from roxxel_dist.weights.load import attention_kernel
 
 
 def record_parts(parts: Parts, state: TrainView) -> None:

@@ -22,8 +22,7 @@ from roxxel_dist.process.durable import FORMAT, check_format, write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
 from roxxel_dist.settings.values import EXPONENT, as_choice, fits, is_text, type_name, with_numbers
-from roxxel_dist.utils.component import DocWithFields, component
-from roxxel_dist.utils.limits import MOST_WHOLE
+from roxxel_dist.utils.component import MOST_WHOLE, DocWithFields, component
 from roxxel_dist.utils.voice import argument
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")

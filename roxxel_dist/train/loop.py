@@ -17,10 +17,9 @@ from roxxel_dist.cluster.distributed import is_primary, process_count
 from roxxel_dist.cluster.jax_private import note_unkept_programs
 from roxxel_dist.cluster.preemption import watching_for_stop
 from roxxel_dist.input.verify_ahead import Verification
-from roxxel_dist.train.deferred import DeferredMetrics
 from roxxel_dist.train.log.choose import trackers_for
 from roxxel_dist.train.log.profiler import Profiler
-from roxxel_dist.train.metrics import MetricsLogger
+from roxxel_dist.train.metrics import DeferredMetrics, MetricsLogger
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.position import Position
 from roxxel_dist.train.programs import Programs

@@ -36,7 +36,7 @@ from roxxel_dist.train.step.bad_steps import BadStep, known_good
 from roxxel_dist.train.step.optimizer import Optimizer, for_run, schedule_of
 from roxxel_dist.train.step.schedule import LrSchedule, schedule_change
 from roxxel_dist.train.step.state import TrainState
-from roxxel_dist.train.validation.validation_rows import ValidationRows
+from roxxel_dist.train.validation.evaluator import ValidationRows
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import (
     INITIALIZED_FROM,

@@ -28,9 +28,8 @@ from roxxel_dist.train.exact.gradient import ShardPrograms
 from roxxel_dist.train.exact.layout import ShardLayout, placed_as, rows_sharding, shapes_of
 from roxxel_dist.train.exact.memory import ShardedMemory
 from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, exact_places
-from roxxel_dist.train.step.compile import AotCompiler, Compile, CompileForEach, batch_key, mesh_of
+from roxxel_dist.train.step.compile import AotCompiler, Compile, CompileForEach, StepMemory, batch_key, mesh_of
 from roxxel_dist.train.step.local_sums import accumulation
-from roxxel_dist.train.step.memory import StepMemory
 from roxxel_dist.train.step.optimizer import InitialState, Optimizer
 from roxxel_dist.train.step.state import StateBuilder, TrainState
 from roxxel_dist.train.step.step import LossFn, check_vocabulary, make_eval_step, make_step, measure

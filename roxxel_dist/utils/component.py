@@ -9,6 +9,8 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
+MOST_WHOLE = 2**31 - 1
+"""Of steps, rows, tokens and sizes: arrays on devices count in int32."""
 
 
 @dataclass_transform(kw_only_default=True)

@@ -1,8 +1,11 @@
-"""Text tables, figures, and numbers for people; values for JSON."""
+"""Text tables, figures, numbers and the progress of a long operation, for people; values for JSON."""
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +75,39 @@ def figure(picture: Path, *, inches: tuple[float, float] = (8, 4.5)) -> Iterator
         picture.unlink(missing_ok=True)
         error.filename = error.filename or str(picture)
         raise
+
+
+PLAIN_STEPS = 4
+
+
+@dataclass(frozen=True)
+class ProgressBars:
+    """Prints lines and bars, or nothing if it is not enabled."""
+
+    enabled: bool
+
+    def line(self, text: str) -> None:
+        """Print one line."""
+        if self.enabled:
+            print(text, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def bar(self, text: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Show how much of `total` is done; call the yielded function with each increment."""
+        if self.enabled and sys.stderr.isatty():
+            from rich import console, progress
+
+            with progress.Progress(console=console.Console(stderr=True)) as shown:
+                task = shown.add_task(text, total=total)
+                yield lambda more: shown.advance(task, more)
+            return
+        done = quarters = 0
+
+        def advance(more: int) -> None:
+            nonlocal done, quarters
+            done += more
+            if done * PLAIN_STEPS // total > quarters:
+                quarters = done * PLAIN_STEPS // total
+                self.line(f"{text}: {100 * quarters // PLAIN_STEPS} %")
+
+        yield advance

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ import jax
 import numpy as np
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.families import model_fields
+from roxxel_dist.model.families import ACTIVATIONS, FAMILIES, FEATURES_OFF, FULL, LLAMA_3, SLIDING, Family, layer_types
 from roxxel_dist.model.huggingface import Tensors, put_together, tensors_of, their_shapes
+from roxxel_dist.model.layers import THETA
+from roxxel_dist.model.mlp import hidden_sizes
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.weights.files import TensorFiles
@@ -37,6 +39,8 @@ KINDS = ("BF16", "F16", "F32", "F64")
 """Types of numbers that safetensors calls so."""
 COMPARED = 1 << 24
 """Numbers of two tensors that are compared at a time."""
+OTHER_NAMES = {"swish": "silu"}
+LARGEST_EXPANSION = 64
 
 
 def is_hf_folder(folder: Path) -> bool:
@@ -208,3 +212,178 @@ class HfFolder(TensorFiles):
             for i in range(0, shape[0], step)
         )
         return all(np.array_equal(first, second) for first, second in pairs)
+
+
+def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `ModelConfig` from the contents of a `config.json`.
+
+    Raises:
+        ValueError: another family, or settings that the Transformer does not support; the message names all of them.
+    """
+    name = values.get("model_type")
+    if name not in FAMILIES:
+        raise UserError(f"model_type is {name!r}: it must be one of {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "max_position_embeddings", *family.needs)  # fmt: skip
+    if missing := [one for one in sizes if not _is_number(values.get(one), whole=True)]:
+        raise UserError(f"{', '.join(missing)} must be there, a whole number each, above 0")
+    if problems := [*_no_numbers(values), *_no_objects(values)]:
+        raise UserError("; ".join(problems))
+    dim, heads, layers = values["hidden_size"], values["num_attention_heads"], values["num_hidden_layers"]
+    size = values.get("head_dim") or dim // heads
+    act, usual = family.activation
+    activation = values.get(act) or usual
+    activation = OTHER_NAMES.get(activation, activation)
+    rope, problems = _rope(values, family)
+    if activation not in ACTIVATIONS.values():
+        problems.append(f"{act} is {activation!r}: it must be one of {', '.join(ACTIVATIONS.values())}")
+    for one, wanted in family.must_be.items():
+        if (value := values.get(one)) is not None and value != wanted:
+            problems.append(f"{one} is {value}: it must be {wanted}")
+    fields = {
+        "dim": dim, "num_blocks": layers, "vocab_size": values["vocab_size"],
+        "n_heads": heads, "kv_heads": values.get("num_key_value_heads") or heads,
+        "head_size": size if size * heads != dim else None,
+        "max_context": values["max_position_embeddings"],
+        **_width(dim, values[family.width]),
+        "weight_tying": bool(values.get("tie_word_embeddings", family.tied)),
+        "norm_eps": values.get("rms_norm_eps") or family.eps,
+        "activation": next((ours for ours, theirs in ACTIVATIONS.items() if theirs == activation), None),
+        "pos_encoding": "rotary", "norm_type": "rmsnorm", "use_swiglu": True, "mla": False, "no_sink": False,
+    }  # fmt: skip
+    fields |= FEATURES_OFF | dict(family.is_so) | rope
+    windows, more = _windows(values, family, layers)
+    fields |= windows
+    problems += more
+    if fields["use_moe"]:
+        experts, more = _experts(values, family)
+        fields |= experts
+        problems += more
+    problems += family.reads(values, fields)
+    if fields["rope_local_theta"] is not None and fields["sliding_window_pattern"] is None:
+        # All layers are global or all are local, so one kind of rotary positions counts.
+        if fields["sliding_window"]:
+            local = fields["rope_local_theta"]
+            fields |= {"rope_theta": local, "rope_scale_factor": 1.0, "rope_trained_context": None}
+        fields["rope_local_theta"] = None
+    if problems:
+        raise UserError("; ".join(problems))
+    return fields
+
+
+def _windows(values: Mapping[str, Any], family: Family, layers: int) -> tuple[dict[str, Any], list[str]]:
+    """(fields, errors) of local and global layers."""
+    always = "sliding_window" in family.is_so
+    window = values.get("sliding_window", family.window) if always or "sliding_window" in family.may_be else None
+    if family.window_switch is not None and not values.get(family.window_switch):
+        window = None
+    fields = {"sliding_window": window is not None}
+    if window is None:
+        return fields, ["sliding_window is None: it must be a whole number above 0"] if always else []
+    fields["context_window"] = window
+    types, patterns, rule = family.slides(values, layers)
+    if FULL in types and SLIDING not in types and not always:
+        return {"sliding_window": False}, []
+    for pattern in patterns:
+        if types == layer_types(layers, True, pattern):
+            return fields | {"sliding_window_pattern": pattern if FULL in types or always else None}, []
+    return fields, [f"layer_types is {types}: {rule} layer must be {FULL}, and the others {SLIDING}"]
+
+
+def _experts(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """(fields, errors) of experts."""
+    top_k, problems = values.get("num_experts_per_tok") or 2, []
+    count = values.get("num_local_experts") or values.get("num_experts") or family.experts
+    divides = "norm_topk_prob" not in family.may_be or bool(values.get("norm_topk_prob", False))
+    if top_k == 1 and divides:
+        problems.append("num_experts_per_tok is 1: the one expert's weight is 1 there, and its probability here")
+    return {"n_experts": count, "top_k_mlp": top_k, "norm_topk_prob": divides or top_k == 1}, problems
+
+
+def _is_number(value: Any, *, whole: bool = False) -> bool:
+    """Whether a value is a number above 0."""
+    return (
+        isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    )
+
+
+WHOLE = ("head_dim", "num_experts", "num_experts_per_tok", "num_key_value_heads", "num_local_experts", "sliding_window",
+         "sliding_window_pattern", "no_rope_layer_interval")  # fmt: skip
+NUMBERS = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
+           "final_logit_softcapping", "partial_rotary_factor")  # fmt: skip
+
+
+def _no_numbers(values: Mapping[str, Any]) -> Iterator[str]:
+    """Optional values of a wrong type."""
+    for name in (*WHOLE, *NUMBERS):
+        value = values.get(name)
+        if value is not None and not _is_number(value, whole=name in WHOLE):
+            yield f"{name} is {value!r}: it must be {'a whole number' if name in WHOLE else 'a number'} above 0"
+
+
+def _no_objects(values: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(values.get(name) or {}, Mapping):
+            yield f"{name} is {values[name]!r}: it must be an object of names and values, or null"
+    for name in ("layer_types", "no_rope_layers"):
+        if not isinstance(values.get(name) or [], list):
+            yield f"{name} is {values[name]!r}: it must be a list with an entry for each layer, or null"
+    for name in ("hidden_act", "hidden_activation"):
+        if not isinstance(values.get(name) or "", str):
+            yield f"{name} is {values[name]!r}: it must be one of {', '.join(ACTIVATIONS.values())}"
+
+
+def _rope(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """(fields, errors) of rotary positions; transformers 5 writes them in another place than earlier versions."""
+    rope, local = values.get("rope_parameters") or {}, None
+    if "rope_local_theta" in family.may_be:
+        of_local, rope = rope.get(SLIDING) or {}, rope.get(FULL) or {}
+        local = of_local.get("rope_theta", values.get("rope_local_base_freq") or THETA)
+    scaling = values.get("rope_scaling") or rope
+    problems = []
+    numbers = {"rope_theta": rope.get("rope_theta", values.get("rope_theta") or family.theta)}
+    part = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    part = 1.0 if part is None else part
+    if "partial_rotary_factor" in family.may_be:
+        numbers["partial_rotary_factor"] = part
+    elif part != 1:
+        problems.append(f"partial_rotary_factor is {part}: it must be 1")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kinds = family.rope_types
+    if kind not in kinds:
+        problems.append(
+            f"rope_type is {kind!r}: it must be {', '.join(kinds[:-1])}{' or ' * (len(kinds) > 1)}{kinds[-1]}"
+        )
+    elif kind != "default":
+        numbers["factor"] = scaling.get("factor")
+    if local is not None:
+        numbers["rope_local_base_freq"] = local
+    problems += [
+        f"{name} is {one!r}: it must be a number above 0" for name, one in numbers.items() if not _is_number(one)
+    ]
+    trained = scaling.get("original_max_position_embeddings") if kind == "llama3" else None
+    if kind == "llama3":
+        if not _is_number(trained, whole=True):
+            problems.append(f"original_max_position_embeddings is {trained!r}: it must be a whole number above 0")
+        problems += [
+            f"{name} is {scaling.get(name)}: it must be {wanted:g}"
+            for name, wanted in LLAMA_3.items()
+            if scaling.get(name) != wanted
+        ]
+    if problems:
+        return {}, problems
+    return {
+        "rope_theta": float(numbers["rope_theta"]), "rope_scale_factor": float(numbers.get("factor", 1.0)),
+        "rope_trained_context": trained, "rope_local_theta": None if local is None else float(local),
+        "partial_rotary_factor": float(part),
+    }, []  # fmt: skip
+
+
+def _width(dim: int, hidden: Any) -> dict[str, int]:
+    """`expansion` if it gives the same width, otherwise `hidden_dim`."""
+    for expansion in range(1, LARGEST_EXPANSION):
+        config = ModelConfig(dim=dim, n_heads=1, head_size=dim, pos_encoding="none", expansion=expansion)
+        if hidden_sizes(config)[1] == hidden:
+            return {"expansion": expansion}
+    return {"hidden_dim": hidden}

@@ -14,7 +14,7 @@ from roxxel_dist.cli.words.parser import LONGEST_S, parse
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, Config
-from roxxel_dist.utils.limits import MOST_WHOLE
+from roxxel_dist.utils.component import MOST_WHOLE
 
 HUGE = ("1000000000000", "100000000000000000000", "nan", "inf", "-1e400")
 TRAIN = ["--", "train", "--data_path", "text.txt"]

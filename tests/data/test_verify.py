@@ -4,7 +4,7 @@ import pytest
 from roxxel_dist.cli import main
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verify import find_damage
-from roxxel_dist.utils.progress_bars import ProgressBars
+from roxxel_dist.utils.display import ProgressBars
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.families import hf_config, model_fields
+from roxxel_dist.model.families import hf_config
 from roxxel_dist.model.huggingface import put_together, take_out, tensors_of
+from roxxel_dist.weights.hf_folder import model_fields
 
 SHAPE = {"dim": 32, "num_blocks": 2, "head_size": 8, "kv_heads": 2, "max_context": 64, "vocab_size": 50}
 GEMMA = {

@@ -24,7 +24,7 @@ from roxxel_dist.model.mlp import Balance
 from roxxel_dist.model.split import cast, split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.train.step.memory import StepMemory
+from roxxel_dist.train.step.compile import StepMemory
 
 SMALL = {"dim": 16, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8}
 

@@ -14,7 +14,7 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.attention.kernels import Situation, kernel_for
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.weights.model import attention_kernel, slower_attention
+from roxxel_dist.weights.load import attention_kernel, slower_attention
 
 DEVICES = {
     "tpu": ("TPU v5 lite", "splash"),

@@ -12,7 +12,7 @@ from roxxel_dist.model.parametrization import Width, widths
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.step.optimizer import NamedOptimizer
-from roxxel_dist.weights.model import model_builder, parameter_widths
+from roxxel_dist.weights.load import model_builder, parameter_widths
 
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) % 50
 HIDDEN = "blocks.attention.qkv.kernel"

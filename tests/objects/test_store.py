@@ -201,7 +201,7 @@ def test_a_server_that_comes_back(server, link, store, tmp_path, parts):
 
 
 def test_trouble_is_logged(hasty, link, caplog, monkeypatch):
-    monkeypatch.setattr("roxxel_dist.objects.retry.SILENT_S", 0.0)
+    monkeypatch.setattr("roxxel_dist.objects.failures.SILENT_S", 0.0)
     hasty.write("k", b"")
     link.status = 503
     with pytest.raises(StoreTimeoutError):

@@ -7,9 +7,8 @@ import pytest
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
 from roxxel_dist.model.attention.cut_rows import RowCut
-from roxxel_dist.train.exact.key_moves import KeyMoves
+from roxxel_dist.train.exact.key_moves import KeyMoves, Part, UnevenKeyMoves, parts_of
 from roxxel_dist.train.exact.layout import ShardLayout, rows_sharding
-from roxxel_dist.train.exact.uneven_key_moves import Part, UnevenKeyMoves, parts_of
 from roxxel_dist.train.step.compile import AotCompiler
 
 SHARDS, SIZE, WIDTH = 8, 2, 3

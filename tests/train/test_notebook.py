@@ -5,7 +5,7 @@ import re
 import pytest
 from jupyter_client.manager import KernelManager
 
-from roxxel_dist.train.log.notebook import in_notebook
+from roxxel_dist.train.log.console import in_notebook
 
 LIMIT_S = 200
 CELL = """

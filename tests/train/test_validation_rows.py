@@ -9,7 +9,7 @@ from runs import rows, told, train
 from roxxel_dist import Phase
 from roxxel_dist.checkpoint.metadata import CheckpointRef, EarlyStopping, ResumeSpec
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.train.validation.validation_rows import ValidationRows, validation_note
+from roxxel_dist.train.validation.evaluator import ValidationRows, validation_note
 
 OTHER_ROWS = "These are other rows: do not compare val_loss before and after"
 

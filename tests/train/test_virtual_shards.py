@@ -19,10 +19,9 @@ from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import OptimizerConfig
-from roxxel_dist.train.exact.gradient import check_statistics
+from roxxel_dist.train.exact.compiled_step import SumTree, subtrees, total_of
+from roxxel_dist.train.exact.gradient import check_statistics, pack, unpack
 from roxxel_dist.train.exact.layout import check_virtual_shards
-from roxxel_dist.train.exact.packing import pack, unpack
-from roxxel_dist.train.exact.reduction import SumTree, subtrees, total_of
 from roxxel_dist.train.step.optimizer import NamedOptimizer, as_optimizer
 
 SMALL = {

@@ -20,8 +20,8 @@ from roxxel_dist import Phase
 from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.train import exporter as exporter_module
-from roxxel_dist.train.exporter import Exporter
+from roxxel_dist.train import saves as saves_module
+from roxxel_dist.train.saves import Exporter
 from roxxel_dist.train.step.bad_steps import LossMonitorState
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.weights.files import BEST, NEWEST, read_weights, step_of, write_tensors, write_weights
@@ -258,7 +258,7 @@ def test_the_weights_of_a_run_and_of_one_that_goes_back(corpus, tmp_path):
 def test_asked_to_stop_too_large_and_not_wanted(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 6)
-        patch.setattr(exporter_module, "LIMIT", 1000)
+        patch.setattr(saves_module, "LIMIT", 1000)
         assert train(corpus, tmp_path, max_steps=8, keep_best=True).stopped
     assert "the weights take 0.0 GB" in told(tmp_path)
     assert told(tmp_path).count("the checkpoints have larger ones") == 1

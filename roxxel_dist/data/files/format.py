@@ -26,6 +26,7 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.utils.voice import argument
 
 MAGIC = b"ROXXEL03"
 HEADER_BYTES = 4096
@@ -201,3 +202,14 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> ShardLayout:
         ends_checksum=ends_sum,
         sums_checksum=sums_sum,
     )
+
+
+MOST_WORKERS = 1024
+MOST_SHARD_BYTES = 1 << 50
+LARGEST_BLOCK = 1 << 30
+
+
+def check_range(name: str, value: int, most: int, what: str) -> None:
+    """Raises UserError unless a setting is from 1 to `most`; `what` it counts is for the message."""
+    if not 1 <= value <= most:
+        raise UserError(f"{argument(name, value)}: {what}, from 1 to {most:,}")

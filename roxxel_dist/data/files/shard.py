@@ -11,17 +11,18 @@ import xxhash
 
 from roxxel_dist.data.files.format import (
     HEADER_BYTES,
+    LARGEST_BLOCK,
     Metadata,
     ShardLayout,
     block_count,
     chain_of,
+    check_range,
     checksum,
     end_of_tokens,
     npy_header,
     pack_end,
     parse,
 )
-from roxxel_dist.data.files.limits import LARGEST_BLOCK, check_range
 from roxxel_dist.data.files.reader import map_files
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.process.exit_codes import UserError

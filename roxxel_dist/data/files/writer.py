@@ -11,8 +11,7 @@ import numpy as np
 
 from roxxel_dist.data.files.atomic_dir import FINISH_LIMIT_S, publish, staging, writing
 from roxxel_dist.data.files.discovery import Target
-from roxxel_dist.data.files.format import Metadata
-from roxxel_dist.data.files.limits import MOST_SHARD_BYTES, check_range
+from roxxel_dist.data.files.format import MOST_SHARD_BYTES, Metadata, check_range
 from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, ShardSettings, ShardWriter
 from roxxel_dist.data.files.slices import TokenFile, open_slices
 from roxxel_dist.data.files.token_types import as_array, cast_lossless, separator_value, smallest_dtype, storage_dtype

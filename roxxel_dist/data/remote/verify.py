@@ -14,7 +14,7 @@ from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionErro
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.progress_bars import ProgressBars
+from roxxel_dist.utils.display import ProgressBars
 
 PIECE_BYTES = 1 << 24
 REQUEST_BYTES = 1 << 20

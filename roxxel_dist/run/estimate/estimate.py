@@ -35,15 +35,13 @@ from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.step.batch_layout import cut_rows_text
 from roxxel_dist.train.step.by_parameter import groups_of
-from roxxel_dist.train.step.compile import AotCompiler
-from roxxel_dist.train.step.memory import StepMemory
+from roxxel_dist.train.step.compile import AotCompiler, StepMemory
 from roxxel_dist.train.step.optimizer import check_update, for_run, schedule_of
 from roxxel_dist.train.step.schedule import scaling_note
 from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.throughput import device_bytes
 from roxxel_dist.train.steps import Steps
-from roxxel_dist.train.validation.evaluator import Validation
-from roxxel_dist.train.validation.validation_rows import ValidationRows
+from roxxel_dist.train.validation.evaluator import Validation, ValidationRows
 from roxxel_dist.weights.base import check_weights, find_checkpoint
 
 SIMULATED = SAVE_MEMORY | UNOPTIMIZED

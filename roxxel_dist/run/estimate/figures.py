@@ -10,8 +10,8 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.estimate.target_steps import TargetPhase
 from roxxel_dist.train.step.batch_layout import BatchLayout
 from roxxel_dist.train.step.by_parameter import ParameterGroup
-from roxxel_dist.train.step.memory import StepMemory
-from roxxel_dist.train.validation.validation_rows import ValidationRows
+from roxxel_dist.train.step.compile import StepMemory
+from roxxel_dist.train.validation.evaluator import ValidationRows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from roxxel_dist.run.estimate.figures import EstimateRequest, PhaseEstimate
 from roxxel_dist.run.estimate.target_steps import TargetPhase
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.train.step.batch_layout import BatchLayout, batch_layout
-from roxxel_dist.train.step.memory import StepMemory
+from roxxel_dist.train.step.compile import StepMemory
 from roxxel_dist.train.step.step import micro_batches
 from roxxel_dist.utils.voice import argument
 

@@ -11,7 +11,7 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.run.components import RunComponents, build_components
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, TargetStep, measure_step
 from roxxel_dist.settings.config import Config
-from roxxel_dist.train.step.memory import StepMemory
+from roxxel_dist.train.step.compile import StepMemory
 from roxxel_dist.train.steps import Kind, Steps
 from roxxel_dist.train.validation.evaluator import Validation
 

@@ -21,6 +21,8 @@ from roxxel_dist.train.step.state import TrainState
 
 SHARDS = "shards"
 """The one axis of `ShardLayout.line`."""
+Programs = Sequence[Any]
+"""One compiled program, on each device of this process."""
 
 
 def check_shapes(
@@ -150,13 +152,6 @@ def shapes_of(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def copies(tree: Any, devices: Sequence[Any]) -> list[Any]:
-    """Of a tree of global arrays what lies on each of these devices of this process; nothing is copied."""
-    leaves, treedef = jax.tree.flatten(tree)
-    parts = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
-    return [jax.tree.unflatten(treedef, [part[device] for part in parts]) for device in devices]
-
-
 @dataclass(frozen=True)
 class ShardLayout:
     """Which of `count` virtual shards each device has: those of its rows, which are contiguous."""
@@ -165,7 +160,7 @@ class ShardLayout:
     sharding: NamedSharding
     """Of a (rows, tokens) batch."""
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """That of the run."""
         assert isinstance(self.sharding.mesh, Mesh)
@@ -192,7 +187,7 @@ class ShardLayout:
         """The devices of this process, in that order."""
         return [device for device in self.line.devices.flat if device.process_index == jax.process_index()]
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether all devices have as many shards; else each holds all rows of a batch, and takes its own of them."""
         return self.count % self.mesh.size == 0
@@ -213,27 +208,29 @@ class ShardLayout:
         return [self.shards_of(device) for device in self.devices]
 
     @cached_property
+    def turns(self) -> list[tuple[int, int]]:
+        """(number of a device of this process, of a shard among its own), in the order in which shards are computed:
+        every device has something to do at once."""
+        return [(i, k) for k in range(self.most) for i, own in enumerate(self.owned) if k < len(own)]
+
+    @cached_property
+    def numbers(self) -> list[list[jax.Array]]:
+        """The number of each shard, int32[], by device of this process."""
+        return [
+            [jax.device_put(np.int32(number), device) for number in own]
+            for own, device in zip(self.owned, self.devices, strict=True)
+        ]
+
+    @cached_property
     def cut(self) -> NamedSharding:
         """Of an array [devices, N], a row of which is on each device."""
         return NamedSharding(self.line, P(SHARDS))
 
-    def along(self, pieces: Sequence[jax.Array]) -> jax.Array:
-        """[1, N] arrays of the devices of this process, in order, as a part of one array [devices, N]."""
-        shape = (self.line.size, *pieces[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self.cut, list(pieces), dtype=pieces[0].dtype)
-
     @cached_property
-    def _places(self) -> list[int]:
+    def places(self) -> list[int]:
         """The number of each device's part of a batch among those of this process."""
         own = [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
         return [own.index(device) for device in self.devices]
-
-    def rows(self, batch: Any) -> list[Any]:
-        """The rows of a batch on each device of this process; `copies` asks each array for more than that."""
-        if not self.is_even:
-            return copies(batch, self.devices)
-        leaves, treedef = jax.tree.flatten(batch)
-        return [jax.tree.unflatten(treedef, [leaf.addressable_data(i) for leaf in leaves]) for i in self._places]
 
 
 @dataclass(eq=False)

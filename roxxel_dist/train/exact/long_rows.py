@@ -14,15 +14,13 @@ import numpy as np
 
 from roxxel_dist.model.mlp import Balance
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.blocks.block_update import BlockUpdate
-from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.key_moves import ByShard, KeyMoves
-from roxxel_dist.train.exact.layout import ShardLayout, copies
+from roxxel_dist.train.exact.block_update import BlockUpdate, copies
+from roxxel_dist.train.exact.compiled_step import Exchange, Reduction, SumTree, add_sums
+from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
+from roxxel_dist.train.exact.key_moves import ByShard, KeyMoves, UnevenKeyMoves
+from roxxel_dist.train.exact.layout import Programs, ShardLayout
 from roxxel_dist.train.exact.long_shapes import NUMBER, LongShapes, LongSums, piece_of
-from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, PiecePrograms
-from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, SumTree, add_sums
-from roxxel_dist.train.exact.uneven_key_moves import UnevenKeyMoves
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
@@ -53,15 +51,6 @@ class CompiledForward:
     """Layers."""
     balance: Balance
     """Its shapes."""
-
-    @cached_property
-    def numbers(self) -> ByShard:
-        """int32[], of each shard."""
-        layout = self.layout
-        return [
-            [_on(np.int32(shard), device) for shard in own]
-            for own, device in zip(layout.owned, layout.devices, strict=True)
-        ]
 
     @cached_property
     def layers(self) -> ByShard:
@@ -97,23 +86,22 @@ class CompiledForward:
         )
 
     def each(self, compute: Callable[[int, int], Any]) -> ByShard:
-        """Of each device and shard; every device has something to do at once."""
+        """Of each device and shard."""
         found: ByShard = [[] for _ in self.layout.devices]
-        for k in range(self.layout.most):
-            for i, own in enumerate(found):
-                if k < len(self.numbers[i]):
-                    own.append(compute(i, k))
+        for i, k in self.layout.turns:
+            found[i].append(compute(i, k))
         return found
 
     def cut(self, batch: Any) -> ByShard:
         """(piece, segments of its row) of each shard."""
         rows = copies(batch, self.layout.devices)
-        return self.each(lambda i, k: self.pieces[i](rows[i], self.numbers[i][k]))
+        number = self.layout.numbers
+        return self.each(lambda i, k: self.pieces[i](rows[i], number[i][k]))
 
     def run(self, models: list[Model], pieces: ByShard, *, keep: bool) -> tuple[list[Kept], ByShard]:
         """(what is kept of each layer, (the output of the last block, the balance) of each shard)."""
         kept: list[Kept] = []
-        number, each = self.numbers, self.each
+        number, each = self.layout.numbers, self.each
         x = each(lambda i, k: self.embed[i](models[i], number[i][k], pieces[i][k][0]))
         balance = each(lambda i, _: self.zeros[i])
         for layer in range(self.depth):
@@ -207,7 +195,7 @@ class CompiledLongStep:
 
     def totals(self, models: list[Model], batch: Any) -> tuple[list[Packed], list[Leaves]]:
         """(the packed sums of all shards, no counts: the update knows them), by device of this process."""
-        run, number = self.forward, self.forward.numbers
+        run, number = self.forward, self.layout.numbers
         pieces = run.cut(batch)
         kept, out = run.run(models, pieces, keep=True)
         trees = self._trees(LAST)
@@ -254,7 +242,7 @@ class CompiledLongStep:
     ) -> ByShard:
         """The gradient of a layer's input, from that of its output; those of its parameters are put to the `sums`, of
         each subtree of a device's shards."""
-        run, number = self.forward, self.forward.numbers
+        run, number = self.forward, self.layout.numbers
         x, q, kv, normed, mixed, log_sums = kept
         rows, trees = run.moves.keys_of_rows(kv), self._trees(AFTER)
         found: ByShard = [[] for _ in models]
@@ -325,9 +313,7 @@ class CompiledLongEvaluation:
 
     def __call__(self, models: list[Model], batch: Any) -> list[Packed]:
         """The sums."""
-        run = self.forward
+        run, number = self.forward, self.forward.layout.numbers
         pieces = run.cut(batch)
         _, out = run.run(models, pieces, keep=False)
-        return self.reduction.run(
-            lambda i, k: self.losses[i](models[i], run.numbers[i][k], pieces[i][k][0], *out[i][k])
-        )
+        return self.reduction.run(lambda i, k: self.losses[i](models[i], number[i][k], pieces[i][k][0], *out[i][k]))

@@ -7,18 +7,16 @@ from typing import Any
 
 import jax
 
-from roxxel_dist.train.exact.blocks.selection import Selection
-from roxxel_dist.train.exact.blocks.slices import is_cut
-from roxxel_dist.train.exact.gradient import ShardPrograms
+from roxxel_dist.train.exact.block_compile import Totals
+from roxxel_dist.train.exact.block_update import is_cut
+from roxxel_dist.train.exact.blocks import Selection
+from roxxel_dist.train.exact.compiled_step import SumTree, subtrees
+from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
 from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
 from roxxel_dist.train.exact.long_shapes import LongSums
-from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST
-from roxxel_dist.train.exact.reduction import SumTree, subtrees
 from roxxel_dist.train.exact.step import RowSums
-from roxxel_dist.train.exact.update import Totals
-from roxxel_dist.train.step.compile import Compile, CompileForEach
-from roxxel_dist.train.step.memory import StepMemory
+from roxxel_dist.train.step.compile import Compile, CompileForEach, StepMemory
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
 from roxxel_dist.train.step.throughput import device_bytes

@@ -21,8 +21,7 @@ from roxxel_dist.model.loss import losses_of_states, minimized_of_states, next_t
 from roxxel_dist.model.mlp import Balance
 from roxxel_dist.model.pieces import after_attention, before_attention, keys_of_shard, only_block
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.gradient import ShardPrograms, Sums, fold_in_shard, random_counts
-from roxxel_dist.train.exact.packing import Packed, pack, unpack
+from roxxel_dist.train.exact.gradient import Packed, ShardPrograms, Sums, fold_in_shard, pack, random_counts, unpack
 from roxxel_dist.train.step.step import BALANCE, Hparams, divisor
 
 BLOCKS = "blocks."

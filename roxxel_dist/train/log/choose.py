@@ -7,9 +7,8 @@ from pathlib import Path
 from roxxel_dist.cluster.distributed import is_primary, process_index
 from roxxel_dist.process.exit_codes import STATUS_ENV
 from roxxel_dist.train.log.base import Tracker, TrackerSource
-from roxxel_dist.train.log.console import ConsoleTracker, TextTracker
+from roxxel_dist.train.log.console import ConsoleTracker, NotebookTracker, TextTracker, in_notebook
 from roxxel_dist.train.log.csv_jsonl import CsvTracker, JsonlTracker
-from roxxel_dist.train.log.notebook import NotebookTracker, in_notebook
 
 TRACKERS: tuple[Callable[[Path, int], Tracker | None], ...] = (
     lambda run, restored_step: CsvTracker(run / "training_log.csv", restored_step),

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -200,3 +201,36 @@ def _take(lock: int) -> None:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(LOCK_PAUSE_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of one device, from XLA's memory analysis of the compiled step."""
+
+    arguments: int
+    """State, settings and batch."""
+    temporaries: int
+    """Activations, gradients, gathered parameters."""
+    results: int
+    """Outputs besides the state, which reuses the memory of the previous state."""
+    code: int
+    """The program itself, if the backend reports it."""
+
+    peak: int
+    """All of them together."""
+
+    @classmethod
+    def of_parts(cls, **parts: int) -> "StepMemory":
+        """With the sum of these."""
+        return cls(**parts, peak=sum(parts.values()))
+
+    @classmethod
+    def of_program(cls, program: Any) -> "StepMemory":
+        """Of each device, for a compiled program."""
+        account = program.memory_analysis()
+        return cls.of_parts(
+            arguments=account.argument_size_in_bytes,
+            temporaries=account.temp_size_in_bytes,
+            results=account.output_size_in_bytes - account.alias_size_in_bytes,
+            code=account.generated_code_size_in_bytes,
+        )

@@ -12,7 +12,7 @@ from roxxel_dist.data.files.shard import DamagedData
 from roxxel_dist.data.remote.index import INDEX
 from roxxel_dist.data.remote.verify import verify_objects
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.utils.progress_bars import ProgressBars
+from roxxel_dist.utils.display import ProgressBars
 
 pytestmark = pytest.mark.xdist_group("bucket")
 FLIPS = 40

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.blocks.blocks import BlockSums, Parts
-from roxxel_dist.train.exact.blocks.selection import Selection
-from roxxel_dist.train.exact.gradient import ShardPrograms, Sums
-from roxxel_dist.train.exact.packing import Packed
+from roxxel_dist.train.exact.blocks import BlockSums, Parts, Selection
+from roxxel_dist.train.exact.gradient import Packed, ShardPrograms, Sums
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_average, update_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor

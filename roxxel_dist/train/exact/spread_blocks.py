@@ -17,14 +17,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.blocks.block_programs import Inputs
-from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, Ownership
-from roxxel_dist.train.exact.blocks.selection import Selection
-from roxxel_dist.train.exact.layout import SHARDS, ShardLayout, copies
-from roxxel_dist.train.exact.piece_programs import Model
-from roxxel_dist.train.exact.reduction import Programs
+from roxxel_dist.train.exact.block_programs import Inputs
+from roxxel_dist.train.exact.block_update import BlockNumbers, along, copies
+from roxxel_dist.train.exact.blocks import Ownership, Selection
+from roxxel_dist.train.exact.layout import SHARDS, Programs, ShardLayout
 from roxxel_dist.train.step.compile import Compile
-from roxxel_dist.train.step.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Slice:
         at = index * self.size + jnp.arange(self.size) - self._begin(own, self.cut)
         part = jnp.take(own, at, axis=self.cut, mode="clip")
         is_here = (at >= 0) & (at < own.shape[self.cut])
-        bits = jnp.where(_along(is_here, self.cut, own.ndim), _as_bits(part), 0)
+        bits = jnp.where(_in_dimension(is_here, self.cut, own.ndim), _as_bits(part), 0)
         places = [jnp.int32(0)] * own.ndim
         for dimension in (others := self._others()):
             places[dimension] = self._begin(own, dimension)
@@ -84,11 +81,11 @@ class Slice:
         at = first - begin + jnp.arange(width)
         old = jax.lax.dynamic_slice_in_dim(own, first, width, self.cut)
         new = jnp.take(block, at, axis=self.cut, mode="clip")
-        new = jnp.where(_along((at >= 0) & (at < self.size), self.cut, own.ndim), new, old)
+        new = jnp.where(_in_dimension((at >= 0) & (at < self.size), self.cut, own.ndim), new, old)
         return jax.lax.dynamic_update_slice_in_dim(own, new, first, self.cut)
 
 
-def _along(x: jax.Array, dimension: int, count: int) -> jax.Array:
+def _in_dimension(x: jax.Array, dimension: int, count: int) -> jax.Array:
     return x.reshape(*(-1 if i == dimension else 1 for i in range(count)))
 
 
@@ -204,22 +201,21 @@ class SpreadGroup:
 
     def run(
         self,
-        parts: Sequence[TrainState],
-        models: Sequence[Model],
+        own: list[list[jax.Array]],
+        common: list[list[jax.Array]],
         chunks: list[list[jax.Array]],
         grads: list[list[list[jax.Array]]],
         inputs: Inputs,
     ) -> tuple[list[Any], jax.Array]:
         """(the arrays as they are kept, by device; float32[1, count] the squares of the changes).
 
-        `chunks` and `grads` are what a device has added up: of all its blocks, and of each.
+        It takes what `BlockGroup.run` does.
         """
         layout = self.arrays.layout
         grads.clear()
-        own, common = self.selection.take_slices(parts, models, self.params)
-        arrays, sums = self.arrays.global_arrays(own), [layout.along(each) for each in zip(*chunks, strict=True)]
+        arrays, sums = self.arrays.global_arrays(own), [along(layout, each) for each in zip(*chunks, strict=True)]
         chunks.clear()
-        squares: list[list[jax.Array]] = [[] for _ in parts]
+        squares: list[list[jax.Array]] = [[] for _ in own]
         for on_mesh, on_line in self.numbers:
             blocks = self.arrays.block(arrays, on_mesh)
             found = copies(self.gradients(sums, on_line), layout.devices)

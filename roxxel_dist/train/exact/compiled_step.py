@@ -1,28 +1,150 @@
-"""The binary tree of additions over all virtual shards: the only thing that is computed across devices.
+"""A step with virtual shards as the host runs it: programs of one device, and a binary tree of additions.
 
-Its lower parts are on a device: the sums of whole subtrees of its own shards. Of these each device sends every other
-one the part that the other one owns (an all-to-all). The owner adds the rest of the tree. Then all get all parts from
-their owners, but for the gradients of blocks, which stay there (see `ownership.py`). The tree is that of the shards, so
-a sum is the same to the bit on any number of devices.
+`CompiledStep` is the step in order. The lower parts of the tree are on a device: the sums of whole subtrees of its own
+shards. Of these each device sends every other one the part that the other one owns (an all-to-all). The owner adds the
+rest of the tree. Then all get all parts from their owners, but for the gradients of blocks, which stay there (see
+`Ownership`). The tree is that of the shards, so a sum is the same to the bit on any number of devices.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.train.exact.blocks.ownership import Ownership, Shares
-from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
-from roxxel_dist.train.exact.packing import Packed, pieces, unpack
+from roxxel_dist.model.split import Leaves
+from roxxel_dist.train.exact.block_update import BlockUpdate, Gather, copies
+from roxxel_dist.train.exact.blocks import Ownership, Shares
+from roxxel_dist.train.exact.gradient import Packed, pieces, unpack
+from roxxel_dist.train.exact.layout import SHARDS, DeviceStates, Programs, ShardLayout
+from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import Hparams, Metrics
 
-Programs = Sequence[Any]
-"""One compiled program, on each device of this process."""
 Subtree = tuple[int, int]
 """(its first shard, how many)."""
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """(state, hparams, batch) -> (state, metrics), as `make_step` has it, but for `DeviceStates`.
+
+    It takes a `TrainState` of global arrays too. The state is donated; nothing waits for the devices.
+    """
+
+    layout: ShardLayout
+    gather: Gather
+    """Of the `Model`."""
+    step: Any
+    """A `RowStep` or a `long_rows.CompiledLongStep`."""
+    hparams: "HparamCopies"
+    like: TrainState
+    """The shapes of the state, with shardings."""
+
+    def __call__(self, state: TrainState | DeviceStates, hparams: Hparams, batch: Any) -> tuple[DeviceStates, Metrics]:
+        """One step."""
+        parts = state.parts if isinstance(state, DeviceStates) else copies(state, self.layout.devices)
+        inputs = self.hparams.copies_of(hparams)
+        models = self.gather.run([Model(part.params, part.rest, own) for part, own in zip(parts, inputs, strict=True)])
+        totals, counts = self.step.totals(models, batch)
+        parts, metrics = self.step.update.run(parts, models, totals, counts)
+        return DeviceStates(parts, self.like), metrics
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """The sums of all shards and the update, for shards of whole rows."""
+
+    rows: "RowCutter"
+    sums: Programs
+    reduction: "Reduction"
+    update: BlockUpdate
+
+    def totals(self, models: list[Model], batch: Any) -> tuple[list[Packed], list[Leaves]]:
+        """(the packed sums of all shards, the counts of random streams), by device of this process."""
+        rows, counts = self.rows.run(batch), list[Leaves]({} for _ in models)
+
+        def sums_of(i: int, k: int) -> Packed:
+            total, after = self.sums[i](*models[i], rows[i][k], self.reduction.layout.numbers[i][k])
+            counts[i] = counts[i] or after
+            return total
+
+        return self.reduction.run(sums_of), counts
+
+
+@dataclass(frozen=True)
+class RowCutter:
+    """Gives each device the rows of its virtual shards."""
+
+    layout: ShardLayout
+    cut: Programs
+    """Empty where each device has one."""
+
+    @classmethod
+    def compile_cutter(cls, layout: ShardLayout, batch: Any, for_each: CompileForEach) -> "tuple[RowCutter, Any]":
+        """For such (abstract) batches; and the rows of a shard, as `jax.ShapeDtypeStruct`s."""
+
+        def part(rows: int) -> Any:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, leaf.shape[1]), leaf.dtype), batch)
+
+        rows, cut = jax.tree.leaves(batch)[0].shape[0], ()
+        if not layout.is_even:
+            args = part(rows), jax.ShapeDtypeStruct((), np.int32)
+            cut = for_each(jax.jit(rows_of_shard(rows // layout.count)), args, layout.devices)
+        elif layout.most > 1:
+            cut = for_each(jax.jit(cutter(layout.most)), (part(rows // layout.line.size),), layout.devices)
+        return cls(layout, cut), part(rows // layout.count)
+
+    def run(self, batch: Any) -> list[Sequence[Any]]:
+        """The rows of each shard, by device of this process."""
+        layout = self.layout
+        if not layout.is_even:
+            every = zip(self.cut, copies(batch, layout.devices), layout.numbers, strict=True)
+            return [[cut(rows, number) for number in numbers] for cut, rows, numbers in every]
+        leaves, treedef = jax.tree.flatten(batch)  # `copies` asks each array for more than that
+        own = [jax.tree.unflatten(treedef, [leaf.addressable_data(i) for leaf in leaves]) for i in layout.places]
+        if not self.cut:
+            return [(rows,) for rows in own]
+        return [cut(rows) for cut, rows in zip(self.cut, own, strict=True)]
+
+
+def rows_of_shard(size: int) -> Callable[[Any, jax.Array], Any]:
+    """Takes the `size` rows of a shard, by its number, int32[], from those of all."""
+
+    def rows_of_shard(rows: Any, shard: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, shard * size, size), rows)
+
+    return rows_of_shard
+
+
+def cutter(count: int) -> Callable[[Any], list[Any]]:
+    """Cuts rows into so many equal parts, in order; the name is the program's."""
+
+    def cut_rows(rows: Any) -> list[Any]:
+        size = jax.tree.leaves(rows)[0].shape[0] // count
+        begins = range(0, size * count, size)
+        return [jax.tree.map(lambda leaf, begin=begin: leaf[begin : begin + size], rows) for begin in begins]
+
+    cut_rows.__name__ = f"cut_rows_{count}"
+    return cut_rows
+
+
+@dataclass
+class HparamCopies:
+    """The inputs of every step on each device of this process: taken apart once, as they stay the same."""
+
+    layout: ShardLayout
+    _known: tuple[Hparams, list[Hparams]] | None = field(default=None, repr=False)
+
+    def copies_of(self, hparams: Hparams) -> list[Hparams]:
+        """By device."""
+        if self._known is None or self._known[0] is not hparams:
+            self._known = hparams, copies(hparams, self.layout.devices)
+        return self._known[1]
 
 
 def add_sums(left: Packed, right: Packed) -> Packed:
@@ -191,7 +313,15 @@ class Sent:
         own = [[{str(i): tree.pop(name) for i, name in enumerate(self.names)} for tree in trees] for trees in sums]
         arranged = [arrange(trees) for arrange, trees in zip(self.arrange, own, strict=True)]
         del own
-        total = self.send({name: self.layout.along([piece[name] for piece in arranged]) for name in arranged[0]})
+        # As `along` has it.
+        total = self.send(
+            {
+                name: jax.make_array_from_single_device_arrays(
+                    (self.layout.line.size, *leaf.shape[1:]), self.layout.cut, [piece[name] for piece in arranged]
+                )
+                for name, leaf in arranged[0].items()
+            }
+        )
         return [
             {name: total[str(k)].addressable_data(i) for k, name in enumerate(self.names)} for i in range(len(sums))
         ]
@@ -226,14 +356,8 @@ class Reduction:
 
     def run(self, sums: Callable[[int, int], Packed]) -> list[Packed]:
         """The sums of all shards on each device; `sums` gives those of the k-th shard of the i-th device."""
-        return self.exchange.run(self.sums_of_subtrees(sums))
-
-    def sums_of_subtrees(self, sums: Callable[[int, int], Packed]) -> list[list[Packed]]:
-        """The sums of the subtrees of each device of this process."""
         shards = self.layout.owned
         trees = [SumTree(self.add[i] if self.add else add_sums, own.start) for i, own in enumerate(shards)]
-        for k in range(self.layout.most):
-            for i, own in enumerate(shards):  # every device has something to do at once
-                if k < len(own):
-                    trees[i].put(sums(i, k))
-        return [tree.sums() for tree in trees]
+        for i, k in self.layout.turns:
+            trees[i].put(sums(i, k))
+        return self.exchange.run([tree.sums() for tree in trees])

@@ -1,4 +1,5 @@
-"""What an update takes apart: blocks of large arrays, and groups of those that it needs whole.
+"""What an update takes apart: blocks of large arrays, which of them each device has, and groups of arrays that it needs
+whole.
 
 They follow from names and shapes alone, so a program for a block or a group is the same on any number of devices.
 """
@@ -11,13 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import AXES, DATA, FSDP
 from roxxel_dist.cluster.parameter_sharding import parameter_sharding
 from roxxel_dist.model.split import Leaves, ModuleSplit
-from roxxel_dist.train.exact.packing import Packed, pack, unpack, wide
+from roxxel_dist.train.exact.gradient import TILE, Packed, pack, unpack, wide
+from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
+from roxxel_dist.train.step.compile import Compile
 from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, is_elementwise
+from roxxel_dist.train.step.state import TrainState
 
 GROUPS = 8
 """Large arrays that are updated whole are so in groups of about this share of all of them."""
@@ -178,3 +184,168 @@ class BlockSums:
             return {name: leaf for name, leaf in node.items() if name not in self.blocks.dimensions}
 
         return jax.tree.map(others, sums, is_leaf=self._is_gradients)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some parameters and what the optimizer keeps of them, apart from the optimizer's own numbers."""
+
+    treedef: Any
+    owners: tuple[str | None, ...]
+    """Of each leaf the parameter that it is of, None of a number that is of all."""
+    places: tuple[int, ...]
+    """Of each leaf its place among those of (parameters, the optimizer's state)."""
+
+    @classmethod
+    def of_names(cls, state: TrainState, names: Sequence[str]) -> "Selection":
+        """Of a state, which may be abstract."""
+        chosen, every = frozenset(names), frozenset(state.params)
+        whole = jax.tree.structure((state.params, state.opt_state))
+        numbered = jax.tree.unflatten(whole, range(whole.num_leaves))
+
+        def is_named(node: Any) -> bool:
+            return isinstance(node, dict) and bool(node) and every.issuperset(node)
+
+        def choose(node: Any) -> Any:
+            return {name: part for name, part in node.items() if name in chosen} if is_named(node) else node
+
+        def owner_of(path: Sequence[Any]) -> str | None:
+            return next((k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in every), None)
+
+        leaves, treedef = jax.tree.flatten_with_path(jax.tree.map(choose, numbered, is_leaf=is_named))
+        return cls(treedef, tuple(owner_of(path) for path, _ in leaves), tuple(place for _, place in leaves))
+
+    @cached_property
+    def own(self) -> list[int]:
+        """The places of the arrays of these parameters."""
+        return [place for place, owner in zip(self.places, self.owners, strict=True) if owner]
+
+    @cached_property
+    def common(self) -> list[int]:
+        """Those of the numbers that are of all."""
+        return [place for place, owner in zip(self.places, self.owners, strict=True) if not owner]
+
+    def leaves(self, state: TrainState) -> tuple[list[Any], list[Any]]:
+        """(arrays of these parameters, the numbers that are of all)."""
+        leaves = jax.tree.leaves((state.params, state.opt_state))
+        return [leaves[place] for place in self.own], [leaves[place] for place in self.common]
+
+    def tree(self, own: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        """(the parameters, the optimizer's state of them) of what `leaves` gave."""
+        first, second = iter(own), iter(numbers)
+        return jax.tree.unflatten(self.treedef, [next(first if owner else second) for owner in self.owners])
+
+    @property
+    def names_of_own(self) -> list[str]:
+        """The parameter of each array that `leaves` gives."""
+        return [owner for owner in self.owners if owner]
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Ranges of blocks, by device of `layout.line`."""
+
+    layout: ShardLayout
+    count: int
+    """Of all blocks."""
+    owned: tuple[range, ...]
+    """What a device updates: the blocks of the slices that it keeps, or all, where it keeps other slices or the
+    whole."""
+    is_cut: bool
+    """Whether what it updates is what it keeps."""
+
+    @classmethod
+    def of_blocks(cls, layout: ShardLayout, blocks: Blocks, leaves: Sequence[tuple[str, Any]]) -> "Ownership":
+        """For arrays that are updated in blocks, by the names of their parameters, with shardings."""
+        found = [_owned(layout, blocks, name, leaf) for name, leaf in leaves]
+        is_cut = bool(found) and found[0] is not None and all(each == found[0] for each in found)
+        owned = found[0] if is_cut and found[0] is not None else (range(blocks.count),) * layout.line.size
+        return cls(layout, blocks.count, owned, is_cut)
+
+    @cached_property
+    def teams(self) -> list[list[int]]:
+        """The devices that update the same blocks."""
+        found: dict[range, list[int]] = {}
+        for number, own in enumerate(self.owned):
+            found.setdefault(own, []).append(number)
+        return list(found.values())
+
+    @cached_property
+    def shares(self) -> list[range]:
+        """What a device adds up: those that update the same blocks share them."""
+        found = [range(0)] * len(self.owned)
+        for team in self.teams:
+            own, size = self.owned[team[0]], len(team)
+            for i, number in enumerate(team):
+                found[number] = own[len(own) * i // size : len(own) * (i + 1) // size]
+        return found
+
+    @property
+    def most(self) -> int:
+        """The blocks of the largest share."""
+        return max(map(len, self.shares))
+
+    def on_this_process(self, ranges: Sequence[range]) -> list[range]:
+        """Those of the devices of this process."""
+        places = {device: i for i, device in enumerate(self.layout.line.devices.flat)}
+        return [ranges[places[device]] for device in self.layout.devices]
+
+    def pieces(self, flat: jax.Array) -> jax.Array:
+        """[devices, M]: what is sent to each device that adds it up, of all blocks, [1, N]."""
+        order = [own[min(i, len(own) - 1)] for own in self.shares for i in range(self.most)]
+        return _rows_in_order(flat.reshape(self.count, -1), order).reshape(len(self.shares), -1)
+
+    def gather_team(self, flat: jax.Array) -> jax.Array:
+        """[1, N], the blocks that a device updates, from its share; within a shard_map over all devices."""
+        team = self.teams[0]
+        groups = None if len(self.teams) == 1 else self.teams
+        own = flat.reshape(self.most, -1)
+        return gather_blocks(own, [self.shares[i] for i in team], self.owned[team[0]], groups).reshape(1, -1)
+
+    def gather_all(self, flat: jax.Array) -> jax.Array:
+        """[1, N], all blocks, likewise."""
+        return gather_blocks(flat.reshape(self.most, -1), self.shares, range(self.count)).reshape(1, -1)
+
+
+def _owned(layout: ShardLayout, blocks: Blocks, name: str, leaf: Any) -> tuple[range, ...] | None:
+    """The blocks that each device has of an array; None where its slices are no blocks."""
+    cut, found = blocks.dimensions[name], {}
+    for device, place in leaf.sharding.devices_indices_map(leaf.shape).items():
+        ends = [index.indices(size)[:2] for index, size in zip(place, leaf.shape, strict=True)]
+        size = leaf.shape[cut] // blocks.count
+        if any(end != (0, leaf.shape[i]) for i, end in enumerate(ends) if i != cut) or any(e % size for e in ends[cut]):
+            return None
+        found[device] = range(ends[cut][0] // size, ends[cut][1] // size)
+    return tuple(found[device] for device in layout.line.devices.flat)
+
+
+def _rows_in_order(rows: jax.Array, order: list[int]) -> jax.Array:
+    """Rows in this order."""
+    return rows if order == list(range(rows.shape[0])) else rows[np.array(order)]
+
+
+def gather_blocks(
+    own: jax.Array, ranges: Sequence[range], wanted: range, groups: list[list[int]] | None = None
+) -> jax.Array:
+    """What devices have of the `wanted` blocks, in their order; each has those of one of the `ranges`, in [most, …]."""
+    whole = jnp.pad(own.reshape(-1), (0, -own.size % TILE))
+    every = jax.lax.all_gather(whole[None], SHARDS, axis_index_groups=groups, tiled=True)
+    every = every[:, : own.size].reshape(-1, *own.shape[1:])
+    places = {block: i * own.shape[0] + k for i, each in enumerate(ranges) for k, block in enumerate(each)}
+    return _rows_in_order(every, [places[block] for block in wanted])
+
+
+def compile_across(layout: ShardLayout, function: Any, shape: tuple[int, ...], compile_one: Compile) -> Any:
+    """The program of a function of what lies on each device of a float32 array of such a shape, [devices, …]."""
+    spec = P(SHARDS)
+    mapped = jax.shard_map(function, mesh=layout.line, in_specs=spec, out_specs=spec, check_vma=False)
+    return compile_one(jax.jit(mapped), (jax.ShapeDtypeStruct(shape, np.float32, sharding=layout.cut),), layout.line)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Packed sums of which a device gets its share alone."""
+
+    ownership: Ownership
+    names: frozenset[str]
+    """Of the chunks among packed sums."""

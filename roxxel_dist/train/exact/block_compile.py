@@ -1,36 +1,93 @@
 """Compiles an update by blocks for the arrays and devices of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.blocks.block_programs import BlockPrograms, with_update_norm
-from roxxel_dist.train.exact.blocks.block_update import (
+from roxxel_dist.train.exact.block_programs import BlockPrograms, Join, with_update_norm
+from roxxel_dist.train.exact.block_update import (
     Arrays,
     BlockGroup,
+    BlockNumbers,
     BlockUpdate,
+    Cut,
+    Gather,
     Group,
     SquaresOfBlocks,
     scalars_of,
 )
-from roxxel_dist.train.exact.blocks.blocks import Blocks
-from roxxel_dist.train.exact.blocks.ownership import BlockNumbers, Ownership, compile_across
-from roxxel_dist.train.exact.blocks.selection import Selection
-from roxxel_dist.train.exact.blocks.slices import Cut, Gather
-from roxxel_dist.train.exact.blocks.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
-from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
-from roxxel_dist.train.exact.packing import Packed
+from roxxel_dist.train.exact.blocks import (
+    Blocks,
+    BlockSums,
+    Ownership,
+    Selection,
+    Shares,
+    compile_across,
+    gather_blocks,
+)
+from roxxel_dist.train.exact.compiled_step import Exchange
+from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
+from roxxel_dist.train.exact.layout import Programs, ShardLayout, shapes_of
 from roxxel_dist.train.exact.piece_programs import Model
-from roxxel_dist.train.exact.reduction import Programs
+from roxxel_dist.train.exact.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
 from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.optimizer import for_model
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """How the sums of all shards are packed, and become an update."""
+
+    programs: ShardPrograms
+    layout: ShardLayout
+    like: Any
+    """The tree of sums, as shapes."""
+    join: Join
+    weight: Callable[[Any], jax.Array]
+    """Of the sums."""
+    batch: Any
+    """Its shapes."""
+    blocks: BlockSums
+    """How they are packed for an update by blocks."""
+
+    @classmethod
+    def of_params(cls, programs: ShardPrograms, params: Leaves, like: Any, **rest: Any) -> "Totals":
+        """For (abstract) parameters and sums."""
+        optimizer = for_model(programs.optimizer, programs.split.params.matrices)
+        blocks = Blocks.of_model(programs.split, params, optimizer, programs.shards)
+        return cls(programs=programs, like=like, blocks=BlockSums(blocks, shapes_of(params), like), **rest)
+
+    def pack(self, sums: Any) -> Packed:
+        """Sums of a shard as they are added up."""
+        return self.blocks.pack(sums)
+
+    def ownership(self, blocks: Blocks, state: TrainState) -> Ownership:
+        """Of blocks of such an (abstract) state, with shardings."""
+        alike = Selection.of_names(state, blocks.groups[0])
+        leaves = list(zip(alike.names_of_own, alike.leaves(state)[0], strict=True))
+        return Ownership.of_blocks(self.layout, blocks, leaves)
+
+    def compile_update(
+        self, packed: Packed, state: TrainState, hparams: Hparams, counts: Leaves, compile_one: Compile,
+        for_each: CompileForEach,
+    ) -> tuple[Exchange, BlockUpdate]:  # fmt: skip
+        """What gives devices the totals of such packed sums, and the update from those, for such (abstract) arguments,
+        with shardings."""
+        owner = self.ownership(self.blocks.blocks, state)
+        shares = Shares(owner, frozenset(self.blocks.names))
+        exchange = Exchange.compile_exchange(self.layout, self.like, packed, compile_one, for_each, shares)
+        of_blocks = BlockPrograms(self.programs, self.blocks, self.join, self.weight, self.batch)
+        compiler = BlockCompiler(of_blocks, owner, state, hparams, compile_one, for_each)
+        return exchange, compiler.compile_update(exchange.kept, counts)
 
 
 @dataclass(frozen=True)
@@ -99,10 +156,25 @@ class BlockCompiler:
                 self._split(shares, rest, len(own), device) for own, device in zip(here, layout.devices, strict=True)
             ],
             squares_of=self.each(programs.squares, block, weight),
-            gather=BlockNumbers.compile_numbers(
-                layout, owner.count, owner.shares, here, self.compile_one, self.for_each
-            ),
+            gather=self._numbers(owner.shares),
         )
+
+    def _numbers(self, ranges: Sequence[range]) -> BlockNumbers:
+        """For devices that compute these blocks."""
+        layout, most, count = self.layout, max(map(len, ranges)), self.ownership.count
+
+        def stack_numbers(each: list[jax.Array]) -> jax.Array:
+            return jnp.pad(jnp.concatenate(each), (0, most - len(each)))[None]
+
+        def gather_numbers(own: jax.Array) -> jax.Array:
+            return gather_blocks(own[0], ranges, range(count))[None]
+
+        one = jax.ShapeDtypeStruct((1,), np.float32)
+        here = zip(self.ownership.on_this_process(ranges), layout.devices, strict=True)
+        stack = [self.for_each(jax.jit(stack_numbers), ([one] * len(own),), [device])[0] for own, device in here]
+        if (size := layout.line.size) == 1:
+            return BlockNumbers(layout, stack, None)
+        return BlockNumbers(layout, stack, compile_across(layout, gather_numbers, (size, most), self.compile_one))
 
     def _split(self, shares: Packed, rest: Packed, count: int, device: Any) -> Any:
         def open_shares(shares: Packed, rest: Packed) -> Any:
@@ -175,10 +247,7 @@ class BlockCompiler:
 
         args = own, common, [self._flat(share, 1) for share in chunks], *inputs
         params, update = {name: self.state.params[name] for name in names}, self.each(update_block, *args, donate=(0,))
-        here = owner.on_this_process(owner.owned)
-        squares = BlockNumbers.compile_numbers(
-            self.layout, owner.count, owner.owned, here, self.compile_one, self.for_each
-        )
+        squares = self._numbers(owner.owned)
         if not owner.is_cut:
             return SpreadGroup(
                 selection=selection,

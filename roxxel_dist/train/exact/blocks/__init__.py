@@ -1,1 +1,0 @@
-"""The update of a step with virtual shards, by blocks of the large parameters."""
