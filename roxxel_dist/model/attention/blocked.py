@@ -191,7 +191,7 @@ def with_gradients(
         return out, (q, k, v, at, out, log_sums)
 
     def kept_backward(kept: Any, d_out: jax.Array) -> Any:
-        q, k, v, *_ = kept
+        _, k, v, *_ = kept
         d_q, d_k, d_v = backward(*kept, d_out, k.shape[0])
         return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
