@@ -10,25 +10,27 @@ import pytest
 from roxxel_dist import Config
 from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
 from roxxel_dist.devices.accelerators import HALF, Accelerator
+from roxxel_dist.devices.targets import parse_target
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.run.estimate import layout_estimate
 from roxxel_dist.run.estimate.layout_estimate import estimated_seconds, least_bytes
-from roxxel_dist.run.estimate.target_layouts import most_compiled
+from roxxel_dist.run.estimate.target_layouts import scanned_fields
 from roxxel_dist.train.step.optimizer import NamedOptimizer, OptimizerConfig
 from roxxel_dist.train.step.step import SPIKE_FACTOR
 from roxxel_dist.train.steps import StepOptions, make_steps
 
 
-def test_few_layouts_of_a_deep_model_are_compiled():
-    """So that an answer takes minutes: of 12 blocks four for a TPU and eight for a GPU; a loop over blocks is one."""
-    for fields, kind, count in (
-        ({"num_blocks": 12}, "v5e", 4), ({"num_blocks": 24}, "v5e", 2), ({"num_blocks": 96}, "v5e", 2),
-        ({"num_blocks": 12}, "h100", 8), ({"num_blocks": 24}, "h100", 5),
-        ({"num_blocks": 96, "scan_layers": True}, "v5e", 8),
+def test_a_deep_model_is_compiled_as_one_block():
+    """So that an answer takes minutes; a model of the user's own is as it is."""
+    for fields, name, is_scanned in (
+        ({"num_blocks": 8}, "v5e:2x2", False), ({"num_blocks": 9}, "v5e:2x2", True),
+        ({"num_blocks": 24}, "h100:1x8", False), ({"num_blocks": 96}, "h100:1x8", True),
+        ({"num_blocks": 96, "scan_layers": True}, "v5e:2x2", False),
+        ({"num_blocks": 96, "model": "own:build"}, "v5e:2x2", False),
     ):  # fmt: skip
-        assert most_compiled(Config(**fields), kind) == count, fields
+        assert scanned_fields(Config(**fields), parse_target(name)) == ({"scan_layers": True} if is_scanned else {})
 
 
 def step_of(devices, fsdp=False, **fields):

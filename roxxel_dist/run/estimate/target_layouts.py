@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from roxxel_dist.cluster.mesh import batch_sharding
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.devices.targets import GPUS, Target, parse_target
+from roxxel_dist.devices.targets import Target, parse_target
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.batch import saved_metadata
@@ -30,9 +31,13 @@ from roxxel_dist.train.steps import Steps
 
 TENSOR = (1, 2, 4, 8)
 """Devices along the tensor axis: with more the products of a device are small, and each layer sends more."""
-MOST_BLOCKS = {"tpu": 48, "gpu": 120}
-"""So many blocks are compiled in all, in steps that fit: about four minutes of two cores. A compiler of TPUs takes 35 s
-of one for a step and 6 s for each of its blocks, one of GPUs 23 s for 12 blocks."""
+MOST_COMPILED = 8
+"""Layouts that fit, of which the step is compiled."""
+BUDGET_S = 480.0
+"""CPU time of all compilations, four minutes of two cores: no further one begins that would probably end later."""
+DEEP = {"tpu": 8, "gpu": 24}
+"""Of a model with more blocks the steps are compiled with scan_layers, one block for all: a compiler of TPUs takes 35 s
+for a step and 6 s for each block, one of GPUs 1 s for each."""
 UNDIVIDED: Mapping[str, Any] = {"fsdp": False, "fsdp_devices": 0, "tensor_devices": 1, "expert_devices": 1}
 
 
@@ -148,14 +153,20 @@ def compare(target: TargetCompiler, components: RunComponents, run: Path | None 
     flops = alone.flops("training", batch)
 
     asked = _Question(target, components, plan, stop - 1, batch, flops)
-    made = [asked.prepared(fields) for fields in ways(components.config, mesh.size, target.hosts)]
+    scanned = scanned_fields(components.config, target.target)
+    made = [asked.prepared(fields | scanned) for fields in ways(components.config, mesh.size, target.hosts)]
     left = sorted((each for each in made if each is not None), key=lambda each: each.cost.estimated_seconds or 0)
-    enough, found = most_compiled(components.config, target.target.kind), list[LayoutCost]()
+    found, longest = list[LayoutCost](), 0.0
     with ThreadPoolExecutor(COMPILED_AT_ONCE, "roxxel-target") as pool:
         try:
-            while left and (wanted := enough - sum(each.fits for each in found)) > 0:
-                found += pool.map(asked.compiled, left[:wanted])
-                del left[:wanted]
+            while left and (wanted := MOST_COMPILED - sum(each.fits for each in found)) > 0:
+                begun = time.process_time()
+                if begun + longest > BUDGET_S and found:
+                    break
+                now = min(wanted, COMPILED_AT_ONCE)
+                found += pool.map(asked.compiled, left[:now])
+                del left[:now]
+                longest = max(longest, time.process_time() - begun)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # none of the others is begun
             raise
@@ -173,10 +184,10 @@ def compare(target: TargetCompiler, components: RunComponents, run: Path | None 
     )
 
 
-def most_compiled(config: Any, kind: str) -> int:
-    """How many layouts that fit are compiled: two at least, of which each core has one."""
-    blocks = 1 if config.scan_layers or config.model is not None else config.num_blocks
-    return max(2, min(MOST_BLOCKS["gpu" if kind in GPUS else "tpu"] // blocks, len(TENSOR) * 2))
+def scanned_fields(config: Any, target: Target) -> dict[str, Any]:
+    """What makes the program of a deep model as short as that of one block, with the same numbers."""
+    is_deep = config.num_blocks > DEEP["gpu" if target.is_gpu else "tpu"] and config.model is None
+    return {"scan_layers": True} if is_deep and not config.scan_layers else {}
 
 
 def ways(config: Any, devices: int, hosts: int) -> Iterator[dict[str, Any]]:
@@ -249,6 +260,8 @@ class _Question(NamedTuple):
             tried = self.prepared({**way.cost.fields, **saver}) if saver else way
             if tried is None or not self.may_fit(tried):
                 continue
+            if found.step is not None and time.process_time() > BUDGET_S:
+                return dataclasses.replace(way.cost, is_open=True)
             what = f"the training step with {tried.cost.lines}"
             step, _ = measure_step(self.target, what, tried.steps, "training", self.batch, self.flops, tried.steps)
             found = dataclasses.replace(tried.cost, step=step)
