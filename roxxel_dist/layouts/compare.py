@@ -36,17 +36,17 @@ class Difference:
 
     what: str
     """Such as "gradient of blocks.mlp.out.kernel", "loss", "state norm.mean", "random stream dropout.key"."""
-    ratio: float | None
+    ratio: float | None = None
     """<layout, reference> / <reference, reference>: how many times the reference it is; None where that is 0."""
-    angle_deg: float | None
+    angle_deg: float | None = None
     """Between the two, as vectors over all elements."""
-    share: float
+    share: float = math.inf
     """The distance as a share of the reference's norm: how wrong it is; infinite where that is 0."""
-    distance: float
+    distance: float = math.inf
     """Euclidean, from the reference."""
-    bound: float
+    bound: float = 0.0
     """The most that rounding may do."""
-    is_number: bool
+    is_number: bool = True
     """Whether it is one number, such as the loss."""
     meaning: str
     """What such a difference usually means."""
@@ -190,7 +190,9 @@ def meaning_of(
 
 def _of_length(ratio: float, sizes: Mapping[str, int], *, is_number: bool) -> str:
     """What it means that the direction is the same, or that it is one number."""
-    factors = [each for what, parts in sorted(sizes.items(), key=_parts) for each in _factors(what, parts)]
+    factors = [
+        each for what, parts in sorted(sizes.items(), key=lambda item: item[1]) for each in _factors(what, parts)
+    ]
     if is_number:
         far = [(factor, text) for factor, text in factors if not 1 / APART < factor < APART]
         other = "parts of unequal counts are averaged as if they were equal, or a part has other inputs or is missing"
@@ -204,10 +206,6 @@ def _of_length(ratio: float, sizes: Mapping[str, int], *, is_number: bool) -> st
         "or it is divided by a part's own count or norm"
     )
     return next((text for factor, text in [(1.0, nearly), *factors] if abs(ratio / factor - 1) < NEAR), unequal)
-
-
-def _parts(item: tuple[str, int]) -> int:
-    return item[1]
 
 
 def _factors(what: str, parts: int) -> list[tuple[float, str]]:
@@ -276,11 +274,8 @@ def _of_stream(name: str, meaning: str, *, ratio: float | None, distance: float)
     return Difference(
         what=STREAM + name,
         ratio=ratio,
-        angle_deg=None,
         share=abs(ratio - 1) if ratio is not None else math.inf,
         distance=distance,
-        bound=0.0,
-        is_number=True,
         meaning=meaning,
     )
 
