@@ -1,8 +1,8 @@
-"""Weights in our format and in that of Hugging Face, in both directions.
+"""The `config.json` of a Transformer, and its weights in our format and in that of Hugging Face, in both directions.
 
-Pure functions: for each of our arrays the Hugging Face tensors that it consists of (`tensors_of`). There a matrix is
+Pure functions. For each of our arrays the Hugging Face tensors that it consists of (`tensors_of`). There a matrix is
 [outputs, inputs], and each projection, expert and layer has its own tensor; here it is [inputs, *outputs], and matrices
-that are multiplied together are one array. The families and their configs are `model/families.py`.
+that are multiplied together are one array. The families are in `model/families.py`.
 """
 
 import itertools
@@ -13,8 +13,104 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.families import FAMILIES, family_of
+from roxxel_dist.model.families import ACTIVATIONS, FAMILIES, FEATURES_OFF, LLAMA_3, SCALED, Family, family_of
 from roxxel_dist.model.mlp import hidden_sizes
+from roxxel_dist.process.exit_codes import UserError
+
+
+def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
+    """The contents of `config.json`, of the family that `family_of` names.
+
+    Args:
+        config: of the model, with vocab_size set.
+        eos_id: the token that ends a text and stands before one.
+
+    Raises:
+        ValueError: the family does not support it; the message names every unsupported field.
+    """
+    name = family_of(config)
+    family = FAMILIES[name]
+    if problems := list(_unsaid(config, name, family)):
+        raise UserError(
+            f"this model is no {family.title}, the nearest family: {'; '.join(problems)}. Use the format safetensors "
+            f"or msgpack"
+        )
+    heads, groups, size = config.heads()
+    values: dict[str, Any] = {
+        "architectures": [family.architecture], "model_type": name,
+        "vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": hidden_sizes(config)[1],
+        "num_hidden_layers": config.num_blocks, "num_attention_heads": heads, "num_key_value_heads": groups,
+        "head_dim": size, "hidden_act": ACTIVATIONS[config.activation],
+        "max_position_embeddings": config.max_context, "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.weight_tying, "initializer_range": config.init_std, "attention_dropout": 0.0,
+        "bos_token_id": eos_id, "eos_token_id": eos_id, "use_cache": True,
+    }  # fmt: skip
+    if name not in ("llama", "mistral", "mixtral"):
+        values["pad_token_id"] = eos_id  # the usual one of the family may be beyond the vocabulary
+    if SCALED in family.may_be:
+        values["rope_scaling"] = _scaling(config)
+    return values | family.says(config)
+
+
+def _scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """The Hugging Face form of `rope_scale_factor` and `rope_trained_context`."""
+    scale, trained = config.rope_scale_factor, config.rope_trained_context
+    if trained is not None:
+        return {"rope_type": "llama3", "factor": scale, **LLAMA_3, "original_max_position_embeddings": trained}
+    # transformers before 4.45 reads "type".
+    return None if scale == 1 else {"rope_type": "linear", "type": "linear", "factor": scale}
+
+
+MERGE = "`roxxel-dist export RUN --format hf --out DIR --merge_lora`"
+NOWHERE = (
+    ("use_lora", False, f"they have no adapters, which {MERGE} takes into the weights"),
+    ("parametrization", "standard", "they have no scale of scores and logits"),
+    ("mla", False, "they have no latent attention"),
+    ("no_sink", False, "they have no gate on attention"),
+    ("pos_encoding", "rotary", "they have rotary positions alone"),
+    ("norm_type", "rmsnorm", "they have rmsnorm alone"),
+    ("use_swiglu", True, "they have the gated layer alone"),
+)
+"""Fields, the value that they have in all families, and why no other."""
+
+
+def _unsaid(config: ModelConfig, name: str, family: Family) -> Iterator[str]:
+    """Field, value and reason of each setting that the family does not support."""
+    for own, wanted, why in NOWHERE:
+        if (value := getattr(config, own)) != wanted:
+            yield f"{own} is {value!r}: {why}"
+    if name == "olmoe" and heads_are_wide(config):
+        yield f"head_size is {config.head_size}: in OLMoE n_heads x head_size is dim"
+    if name == "mixtral" and config.top_k_mlp == 1:
+        yield "top_k_mlp is 1: Mixtral divides the weight of the one expert by itself, and here it is the probability"
+    for own, plain in FEATURES_OFF.items():
+        value, wanted = getattr(config, own), family.is_so.get(own, plain)
+        if own in family.may_be or value == wanted or _has_no_effect(own, config):
+            continue
+        if own == SCALED and name in ("mistral", "mixtral"):
+            switch = "use_moe" if config.use_moe else "sliding_window"
+            yield f"{own} is {value} with {switch}: transformers before 5 passes over it in a Mistral or Mixtral"
+        else:
+            yield f"{own} is {value!r}: in {family.title} it is {wanted!r}"
+    own_local = config.pattern is not None and config.rope_local_theta is not None
+    if name == "gemma3_text" and config.sliding_window and config.rope_scale_factor != 1 and not own_local:
+        rule = "Gemma 3 does not scale local layers: set sliding_window_pattern and rope_local_theta"
+        yield f"rope_scale_factor is {config.rope_scale_factor}: {rule}"
+
+
+def heads_are_wide(config: ModelConfig) -> bool:
+    """Whether the heads together are not as wide as the model."""
+    heads, _, size = config.heads()
+    return heads * size != config.dim
+
+
+def _has_no_effect(name: str, config: ModelConfig) -> bool:
+    if name == "norm_topk_prob":
+        return not config.use_moe or config.top_k_mlp == 1
+    if name in ("rope_scale_factor", "rope_local_theta", "partial_rotary_factor", "no_rope_layer_interval"):
+        return config.pos_encoding != "rotary"
+    return name == "sliding_window_pattern" and not config.sliding_window
+
 
 NORMS = {
     "before": {"attention_norm": "input_layernorm", "feedforward_norm": "post_attention_layernorm"},

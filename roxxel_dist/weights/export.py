@@ -16,8 +16,7 @@ from roxxel_dist.checkpoint.digests import TABLE, DigestTable, FileDigest
 from roxxel_dist.checkpoint.metadata import CheckpointRef
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.families import hf_config
-from roxxel_dist.model.huggingface import take_out, tensors_of, their_shapes
+from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of, their_shapes
 from roxxel_dist.place.directory import CONFIG, TOKENIZER
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.durable import make_folder, sync_folder

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.families import hf_config, model_fields
-from roxxel_dist.model.huggingface import put_together, take_out, tensors_of
+from roxxel_dist.model.families import model_fields
+from roxxel_dist.model.huggingface import hf_config, put_together, take_out, tensors_of
 
 SHAPE = {"dim": 32, "num_blocks": 2, "head_size": 8, "kv_heads": 2, "max_context": 64, "vocab_size": 50}
 GEMMA = {

@@ -10,11 +10,11 @@ import numpy as np
 
 from roxxel_dist.cluster.mesh import device_type, row_shards, token_shards
 from roxxel_dist.model.attention.cut_rows import cut_attention
-from roxxel_dist.model.attention.dense import dense_attention
 from roxxel_dist.model.attention.kernels import (
     KERNELS,
     Situation,
     broken_rule,
+    dense_attention,
     kernel_for,
     native_kernel,
 )

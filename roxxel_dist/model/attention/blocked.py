@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from roxxel_dist.devices.program_cost import MEAN_TRIPS
+from roxxel_dist.devices.traced_flops import MEAN_TRIPS
 from roxxel_dist.model.attention.mask import HIDDEN, LANES, RESIDUALS, Mask, pad_tokens
 from roxxel_dist.model.layers import soft_cap
 

@@ -1,43 +1,56 @@
-"""How a run is best divided over the devices of a target: its compiler is asked about each layout that makes sense."""
+"""How a run is best divided over the devices of a target: its compiler is asked about each layout that makes sense.
+
+A compiler of accelerators takes minutes for a deep model, and most layouts are far from the best. So the order in which
+they are compiled, and what cannot fit, is found without it: from the parts of arrays that devices hold and send.
+"""
 
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from roxxel_dist.cluster.mesh import batch_sharding
+import jax
+from jax.sharding import Mesh
+
+from roxxel_dist.cluster.mesh import EXPERT, TENSOR, batch_sharding, row_axes
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.devices.targets import Target, parse_target
+from roxxel_dist.devices.accelerators import accelerator
+from roxxel_dist.devices.targets import Target, hosts_of, parse_target
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.figures import EstimateRequest
 from roxxel_dist.run.estimate.inputs import for_target, open_components, plan_of, spans
-from roxxel_dist.run.estimate.layout_estimate import estimated_seconds, least_bytes
 from roxxel_dist.run.estimate.problems import checkpointing
-from roxxel_dist.run.estimate.target_phases import COMPILED_AT_ONCE, rebuild
+from roxxel_dist.run.estimate.step_costs import link_seconds
 from roxxel_dist.run.estimate.target_process import Report
-from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetStep, measure_step
+from roxxel_dist.run.estimate.target_steps import COMPILED_AT_ONCE, TargetCompiler, TargetStep, measure_step, rebuild
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.resume import last_step
 from roxxel_dist.train.step.batch_layout import batch_layout
 from roxxel_dist.train.step.throughput import device_bytes
 from roxxel_dist.train.steps import Steps
 
-TENSOR = (1, 2, 4, 8)
+TENSOR_SIZES = (1, 2, 4, 8)
 """Devices along the tensor axis: with more the products of a device are small, and each layer sends more."""
 MOST_COMPILED = 8
 """Layouts that fit, of which the step is compiled."""
 BUDGET_S = 480.0
 """CPU time of all compilations, four minutes of two cores: no further one begins that would probably end later."""
-DEEP = {"tpu": 8, "gpu": 24}
+DEEP = {"tpu": 8, "gpu": 12}
 """Of a model with more blocks the steps are compiled with scan_layers, one block for all: a compiler of TPUs takes 35 s
 for a step and 6 s for each block, one of GPUs 1 s for each."""
+TOUCHED = 24
+"""How often a block reads or writes a number of each token and feature that devices along "tensor" do not share: norms,
+residuals and their gradients, as compilers fuse them."""
+KEPT = {False: 4, "products": 3, True: 1}
+"""Numbers of each token and feature that a block keeps for the backward pass at least, by `gradient_checkpointing`."""
 UNDIVIDED: Mapping[str, Any] = {"fsdp": False, "fsdp_devices": 0, "tensor_devices": 1, "expert_devices": 1}
 
 
@@ -193,7 +206,7 @@ def scanned_fields(config: Any, target: Target) -> dict[str, Any]:
 def ways(config: Any, devices: int, hosts: int) -> Iterator[dict[str, Any]]:
     """The fields of layouts that make sense on so many devices: parameters whole, cut over the devices of a host, and
     cut over all; each with matrices whole and divided, and of a mixture with its experts on few devices and on many."""
-    for tensor in TENSOR:
+    for tensor in TENSOR_SIZES:
         if devices % tensor or (tensor > 1 and config.model is not None):
             continue
         divided = {} if tensor == 1 else {"tensor_devices": tensor}
@@ -268,3 +281,72 @@ class _Question(NamedTuple):
             if found.fits:
                 break
         return found
+
+
+class _Links:
+    """What a device sends in collectives."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.sent = self.network = 0.0
+        self._hosts = dict(zip(mesh.devices.flat, hosts_of(list(mesh.devices.flat)), strict=True))
+
+    def add(self, axes: Sequence[str], passes: float, whole: float) -> None:
+        """Of a ring along these axes, in which an array of `whole` bytes goes round so often: 2 for a sum."""
+        place = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
+        group = list(self.mesh.devices[place].flat) if axes else []
+        if len(group) <= 1:
+            return
+        self.sent += passes * whole * (len(group) - 1) / len(group)
+        members = Counter(self._hosts[device] for device in group)
+        if len(members) > 1:
+            self.network += passes * whole * (len(members) - 1) / len(members) / max(members.values())
+
+
+def _tokens(mesh: Mesh, batch: Any) -> float:
+    """Of a device."""
+    rows, length = jax.tree.leaves(batch)[0].shape
+    pieces = mesh.size // mesh.shape.get(TENSOR, 1)
+    return rows * length / pieces
+
+
+def estimated_seconds(config: Any, mesh: Mesh, args: tuple[Any, ...], flops: float) -> float | None:
+    """About what a step of the built-in model takes; None for devices that no table knows.
+
+    Args:
+        config: of the run.
+        mesh: of the layout.
+        args: (state, hparams, batch) of the step, as shapes with shardings.
+        flops: of the same step on one device.
+    """
+    known = accelerator(mesh.devices.flat[0].device_kind)
+    if known is None:
+        return None
+    state, _, batch = args
+    links, used = _Links(mesh), 0.0
+    rows, numbers = row_axes(mesh), 2 if config.bf16_compute or config.use_bf16 else 4
+    for leaf in state.params.values():
+        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in leaf.sharding.spec)
+        cut = {axis for entry in entries for axis in entry if axis}
+        gathered = [axis for axis in rows if axis in cut and axis != EXPERT]
+        own = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        whole = own * math.prod(mesh.shape[axis] for axis in gathered)
+        used += whole * numbers
+        links.add(gathered, 2, whole * numbers)  # parameters, forward and backward
+        links.add(gathered, 1, whole * 4)
+        links.add([axis for axis in rows if axis not in cut], 2, own * 4.0)
+    tokens = _tokens(mesh, batch) * config.dim * numbers
+    links.add([TENSOR], 2 * 4 * config.num_blocks, tokens)
+    if config.use_moe:
+        links.add([EXPERT], 4 * config.num_blocks, tokens * config.top_k_mlp * 9 / 8)
+    touched = 2 * device_bytes(args) + 3 * used + TOUCHED * config.num_blocks * tokens
+    compute = flops / mesh.size / (known.tera_flops * 1e12)
+    return compute + touched / (known.gigabytes_per_s * 1e9) + link_seconds(known, links.sent, links.network)
+
+
+def least_bytes(config: Any, mesh: Mesh, args: tuple[Any, ...]) -> float:
+    """Memory of a device that a step of the built-in model needs at least: its state, and what a micro-batch keeps."""
+    numbers = 2 if config.bf16_compute or config.use_bf16 else 4
+    kept = KEPT[config.gradient_checkpointing] * config.num_blocks * config.dim * numbers
+    tensor = mesh.shape.get(TENSOR, 1)
+    return device_bytes(args) + kept * _tokens(mesh, args[-1]) / max(1, config.grad_accum) / tensor
