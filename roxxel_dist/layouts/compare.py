@@ -11,14 +11,7 @@ from roxxel_dist.layouts.one_step import GRADIENT, SCALAR, STATE, Outcome
 from roxxel_dist.layouts.reference import Reference, norm, wide
 
 STREAM, UPDATE, INITIAL = "random stream ", "update of ", "initial value of "
-KINDS = {
-    INITIAL: "initial",
-    GRADIENT: "gradient",
-    UPDATE: "update",
-    STATE: "state",
-    SCALAR: "scalar",
-    STREAM: "stream",
-}
+KINDS = {INITIAL: "initial", GRADIENT: "gradient", UPDATE: "update", STATE: "state", SCALAR: "scalar", STREAM: "stream"}
 """The kinds of results, by how their names begin; that of any other is loss."""
 NEAR = 0.01
 """How far a ratio may be from a number that it is taken for, as a share of it."""

@@ -20,14 +20,7 @@ from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.model.generate import generate, known_ids
 from roxxel_dist.place.bucket_folder import TRAINED
 from roxxel_dist.place.bucket_run import BucketRun
-from roxxel_dist.place.directory import (
-    CONFIG,
-    CURVE,
-    DATA,
-    RunDirectory,
-    RunResult,
-    default_run_dir,
-)
+from roxxel_dist.place.directory import CONFIG, CURVE, DATA, RunDirectory, RunResult, default_run_dir
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import UserError, attempt_number

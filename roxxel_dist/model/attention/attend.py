@@ -116,11 +116,7 @@ def _check(q: Any, k: Any, v: Any, window: Any, segments: Any, positions: Any, s
 
 
 def attend(
-    q_BxLxHxK: jax.Array,
-    k_BxSxGxK: jax.Array,
-    v_BxSxGxV: jax.Array,
-    mask: Mask,
-    kernel: AttentionKernel = "auto",
+    q_BxLxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxV: jax.Array, mask: Mask, kernel: AttentionKernel = "auto"
 ) -> jax.Array:
     """softmax(q k scale) v for each head over the keys that each token attends to: [B, L, H, V].
 

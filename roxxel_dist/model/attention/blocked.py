@@ -25,12 +25,7 @@ def block_of(window: int | None, largest: int = BLOCK) -> int:
     return largest if window is None else min(largest, max(LANES, 1 << (window - 1).bit_length()))
 
 
-def blocked_attention(
-    q_BxLxHxK: jax.Array,
-    k_BxLxGxK: jax.Array,
-    v_BxLxGxV: jax.Array,
-    mask: Mask,
-) -> jax.Array:
+def blocked_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.Array, mask: Mask) -> jax.Array:
     """Causal attention by XLA, [B, L, H, V], a block of queries and a block of keys at a time.
 
     For each block of queries it computes only the blocks of keys that are not masked: none after it, and none before

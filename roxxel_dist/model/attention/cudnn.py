@@ -24,12 +24,7 @@ UNSEEN = -(2.0**41)
 """The bias of a pair that is masked: cuDNN is wrong in the difference of two numbers that are much further below 0."""
 
 
-def cudnn_attention(
-    q_BxLxHxK: jax.Array,
-    k_BxLxGxK: jax.Array,
-    v_BxLxGxV: jax.Array,
-    mask: Mask,
-) -> jax.Array:
+def cudnn_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.Array, mask: Mask) -> jax.Array:
     """Causal attention, [B, L, H, V], each device on its own rows and heads. `mask`: without a cap.
 
     Arguments are bfloat16, of any length: tokens that are put behind the last are seen by none of the others.
