@@ -93,7 +93,9 @@ def virtual_shards(devices: int) -> int:
 
 def layout_of(name: str, devices: Sequence[Any]) -> Layout | str:
     """A layout of these devices; or why it is left out."""
-    count, mesh, sizes, more = len(devices), make_mesh(devices=devices), {"devices": len(devices)}, dict[str, Any]()
+    count, mesh = len(devices), make_mesh(devices=devices)
+    more: dict[str, Any] = {}
+    sizes: dict[str, int] = {"devices": count}
     if name in ("tensor", "experts") and count % 2:
         return f"2 does not divide {count} devices"
     match name:
