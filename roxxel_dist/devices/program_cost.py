@@ -314,7 +314,9 @@ class _Analysis:
         if size <= 1:
             return
         if kind == "all-gather":
-            self._note_gathered(total, where, each, size)
+            for array in itertools.chain(*self._operands(where, each)):
+                shape = ",".join(map(str, array.shape))
+                total.gathered[f"{array.dtype}[{shape}] x {size}"] = array.bytes * size
         total.collectives[kind] += _sent(kind, operand, size)  # pyright: ignore[reportArgumentType]
         group = next(group for group in groups if len(group) == size)
         members = Counter(self.hosts[i] for i in group if i < len(self.hosts))
@@ -326,12 +328,6 @@ class _Analysis:
             local, count = max(members.values()), len(members)
             whole = operand * local if kind == "all-gather" else operand
             total.network_bytes += _sent(kind, whole, count) / local
-
-    def _note_gathered(self, total: ProgramCost, where: str, each: Instruction, size: int) -> None:
-        for operand in self._operands(where, each):
-            for array in operand:
-                shape = ",".join(map(str, array.shape))
-                total.gathered[f"{array.dtype}[{shape}] x {size}"] = array.bytes * size
 
 
 def _sent(kind: str, operand: float, size: int) -> float:

@@ -368,7 +368,7 @@ class _Check:
         reference = truth.measured()
         of_count = differences_in_count(outcome, reference, layout)
         streams = tuple(sorted(name for name in outcome.drawn if outcome.drawn[name] or reference.drawn.get(name)))
-        if not streams or not layout.has_same_noise:
+        if not streams or not layout.calls_once or layout.batch != layout.truth:  # parts that are calls draw anew
             return of_count
         if not without:
             self._notes.append(f"the noise of {layout.name} was not compared, as it differs without noise")

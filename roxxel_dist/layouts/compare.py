@@ -62,7 +62,8 @@ class Difference:
         """In one line."""
         numbers = []
         if self.ratio is not None:
-            numbers.append(ratio_in_words(self.ratio))
+            near_one = _two_numbers(self.ratio, 1.0)[0]  # with as many digits as show that it is not 1
+            numbers.append(f"{near_one if 0.9 < self.ratio < 1.1 else format(self.ratio, '.5g')} x")
         if self.angle_deg is not None and not self.is_number:
             numbers.append(f"angle {self.angle_deg:.2g}°")
         return f"{self.what}: {', '.join(numbers)}{': ' if numbers else ''}{self.meaning}"
@@ -95,7 +96,8 @@ def compared(
         if np.shape(here) != np.shape(exact):
             continue  # the loss of each row, where rows are others
         copies = outcome.copies.get(name, [here])
-        distances = [norm(wide(copy) - exact) if name in reference.error else _unequal(copy, exact) for copy in copies]
+        is_floating = name in reference.error
+        distances = [norm(wide(copy) - exact if is_floating else np.asarray(copy) != exact) for copy in copies]
         farthest = int(np.argmax(distances))
         distance, bound = distances[farthest], reference.bound(name)
         if distance <= bound:
@@ -103,10 +105,6 @@ def compared(
             continue
         found.append(_difference(name, copies[farthest], reference, layout, distance, len(copies)))
     return found, worst
-
-
-def _unequal(here: np.ndarray, exact: np.ndarray) -> float:
-    return float(np.count_nonzero(np.asarray(here) != np.asarray(exact)))
 
 
 def _difference(
@@ -277,8 +275,3 @@ def _two_numbers(one: float, other: float) -> tuple[str, str]:
     """Both with as many digits as show that they differ."""
     digits = next((digits for digits in range(6, 17) if f"{one:.{digits}g}" != f"{other:.{digits}g}"), 17)
     return f"{one:.{digits}g}", f"{other:.{digits}g}"
-
-
-def ratio_in_words(ratio: float) -> str:
-    """A ratio with as many digits as show that it is not 1."""
-    return f"{_two_numbers(ratio, 1.0)[0] if 0.9 < ratio < 1.1 else format(ratio, '.5g')} x"

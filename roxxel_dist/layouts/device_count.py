@@ -38,7 +38,7 @@ def as_process(index: int, count: int) -> Iterator[None]:
 def _replaced(functions: Mapping[str, Any]) -> Iterator[None]:
     before = {name: getattr(jax, name) for name in functions}
     try:
-        vars(jax).update(functions)
+        jax.__dict__.update(functions)
         yield
     finally:
-        vars(jax).update(before)
+        jax.__dict__.update(before)

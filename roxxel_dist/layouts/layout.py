@@ -47,11 +47,6 @@ class Layout:
         return self.grad_accum == 1 and not self.virtual_shards
 
     @property
-    def has_same_noise(self) -> bool:
-        """Whether its noise must be that of the reference: parts that are calls of their own draw anew."""
-        return self.calls_once and self.batch == self.truth
-
-    @property
     def divides_parameters(self) -> bool:
         """Whether it is there to divide parameters, those that are large enough."""
         return self.fsdp or self.name in ("tensor", "experts")

@@ -79,7 +79,7 @@ def _unsaid(config: ModelConfig, name: str, family: Family) -> Iterator[str]:
     for own, wanted, why in NOWHERE:
         if (value := getattr(config, own)) != wanted:
             yield f"{own} is {value!r}: {why}"
-    if name == "olmoe" and heads_are_wide(config):
+    if name == "olmoe" and config.heads()[0] * config.heads()[2] != config.dim:
         yield f"head_size is {config.head_size}: in OLMoE n_heads x head_size is dim"
     if name == "mixtral" and config.top_k_mlp == 1:
         yield "top_k_mlp is 1: Mixtral divides the weight of the one expert by itself, and here it is the probability"
@@ -96,12 +96,6 @@ def _unsaid(config: ModelConfig, name: str, family: Family) -> Iterator[str]:
     if name == "gemma3_text" and config.sliding_window and config.rope_scale_factor != 1 and not own_local:
         rule = "Gemma 3 does not scale local layers: set sliding_window_pattern and rope_local_theta"
         yield f"rope_scale_factor is {config.rope_scale_factor}: {rule}"
-
-
-def heads_are_wide(config: ModelConfig) -> bool:
-    """Whether the heads together are not as wide as the model."""
-    heads, _, size = config.heads()
-    return heads * size != config.dim
 
 
 def _has_no_effect(name: str, config: ModelConfig) -> bool:

@@ -169,14 +169,7 @@ class Experiment:
             # All ranks get the error if the disk is full.
             arguments = (loop, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
-            for line in filter(
-                None,
-                (
-                    *_of_validation(components, tasks),
-                    self._unchecked(run, past, components, path),
-                    components.slower_attention,
-                ),
-            ):
+            for line in filter(None, self._first_lines(run, past, components, path, tasks)):
                 loop.held.log.text(line)
             self._run(loop, run, tokenizer, ids, bucket)
         return RunResult.of_step(run, loop.position.step, stopped=self.stopped)
@@ -264,10 +257,15 @@ class Experiment:
             bucket.take()
             directory.check_new(resume)  # checks again, now that the folder has the files of the bucket
 
-    def _unchecked(self, run: Path, past: Past, components: RunComponents, path: str | Path | None) -> str:
-        """The line of a new run whose code was never checked by `check-layouts`."""
+    def _first_lines(
+        self, run: Path, past: Past, components: RunComponents, path: str | Path | None, tasks: Sequence[Task]
+    ) -> Iterator[str]:
+        """What people should know of the numbers of a validation, and of a new run's code; some are empty."""
+        yield from (task.truncation for task in tasks)
+        yield from why_unknown(components.validation, components.curriculum.primary_streamer, components.loss)
         command = f"`roxxel-dist check-layouts --config {run / CONFIG} --data_path {path}`"
-        return "" if past.config else line_for(self.config, components.mesh().size, command)
+        yield "" if past.config else line_for(self.config, components.mesh().size, command)
+        yield components.slower_attention
 
     @staticmethod
     def _release(directory: RunDirectory, bucket: BucketRun | None) -> None:
@@ -403,12 +401,6 @@ def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
     except BaseException:
         discard()
         raise
-
-
-def _of_validation(components: RunComponents, tasks: Sequence[Task]) -> Iterator[str]:
-    """What people should know of the numbers of a validation: a line each; some are empty."""
-    yield from (task.truncation for task in tasks)
-    yield from why_unknown(components.validation, components.curriculum.primary_streamer, components.loss)
 
 
 SAMPLE_TOKENS, SAMPLE_LINES = 160, 8
