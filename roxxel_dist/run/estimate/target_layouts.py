@@ -43,9 +43,9 @@ MOST_COMPILED = 8
 """Layouts that fit, of which the step is compiled."""
 BUDGET_S = 480.0
 """CPU time of all compilations, four minutes of two cores: no further one begins that would probably end later."""
-DEEP = {"tpu": 8, "gpu": 12}
+DEEP = 8
 """Of a model with more blocks the steps are compiled with scan_layers, one block for all: a compiler of TPUs takes 35 s
-for a step and 6 s for each block, one of GPUs 1 s for each."""
+for a step and 6 s for each block, one of GPUs 5 s and 1 s, and 3 s for each block of experts."""
 TOUCHED = 24
 """How often a block reads or writes a number of each token and feature that devices along "tensor" do not share: norms,
 residuals and their gradients, as compilers fuse them."""
@@ -166,7 +166,7 @@ def compare(target: TargetCompiler, components: RunComponents, run: Path | None 
     flops = alone.flops("training", batch)
 
     asked = _Question(target, components, plan, stop - 1, batch, flops)
-    scanned = scanned_fields(components.config, target.target)
+    scanned = scanned_fields(components.config)
     made = [asked.prepared(fields | scanned) for fields in ways(components.config, mesh.size, target.hosts)]
     left = sorted((each for each in made if each is not None), key=lambda each: each.cost.estimated_seconds or 0)
     found, longest = list[LayoutCost](), 0.0
@@ -197,9 +197,9 @@ def compare(target: TargetCompiler, components: RunComponents, run: Path | None 
     )
 
 
-def scanned_fields(config: Any, target: Target) -> dict[str, Any]:
+def scanned_fields(config: Any) -> dict[str, Any]:
     """What makes the program of a deep model as short as that of one block, with the same numbers."""
-    is_deep = config.num_blocks > DEEP["gpu" if target.is_gpu else "tpu"] and config.model is None
+    is_deep = config.num_blocks > DEEP and config.model is None
     return {"scan_layers": True} if is_deep and not config.scan_layers else {}
 
 
