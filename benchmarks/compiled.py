@@ -5,7 +5,7 @@
 The FLOPs of all devices together over those of one, with as many rows as devices. Then steps of the sizes that are
 trained: bytes that a device reads and writes and sends, kernels, and the time of them all at the limit of the device.
 The environments of `make tpu` and `make cuda` compile; no accelerator is needed, and nothing is run. It takes
-about 25 minutes of CPU time, and ends after 90 minutes (M): what is not compiled by then is a line that says so.
+about 30 minutes of CPU time, and ends after 90 minutes (M): what is not compiled by then is a line that says so.
 
 MaxText is asked where .cache/maxtext has it, an environment of Python 3.12 or newer with `pip install 'maxtext[tpu]'`.
 """
