@@ -1,9 +1,9 @@
 """The models of `compiled.py`, compiled by MaxText's own train_compile: what a chip computes, reads, writes and sends.
 
-    python benchmarks/compiled_maxtext.py CHIPS MODEL [ROWS]     such as 256 1.3B
+    python benchmarks/compiled_maxtext.py CHIPS MODEL [ROWS [FIELD=VALUE ...]]     such as 256 1.3B
 
 Needs Python 3.12 or newer with `pip install 'maxtext[tpu]'`, and no TPU. CHIPS is 1, 4, 16, 64 or 256 of v5e; ROWS is
-of a chip (1). The FLOPs are counted as `plan --target` counts them.
+of a chip (1); fields are those of MaxText. The FLOPs are counted as `plan --target` counts them.
 """
 
 import importlib
@@ -32,6 +32,9 @@ MODELS = {
         "base_mlp_dim": 5464, "base_num_decoder_layers": 24, "max_target_length": 2048,
     },
 }  # fmt: skip
+MODELS["8 x 124M"] = MODELS["124M"] | {
+    "decoder_block": "mixtral", "num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 2048,
+}  # fmt: skip
 OPTIONS = {
     "vocab_size": 50_304, "logits_via_embedding": True, "remat_policy": "full", "dtype": "bfloat16",
     "weight_dtype": "float32", "enable_checkpointing": False, "compile_topology_num_slices": 1, "run_name": "compiled",
@@ -40,10 +43,10 @@ OPTIONS = {
 
 def main() -> int:
     """Print the figures; returns the exit code."""
-    if len(sys.argv) not in (3, 4):
+    if len(sys.argv) < 3:
         print(__doc__, file=sys.stderr)
         return 2
-    chips, model, rows = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) == 4 else 1
+    chips, model, rows = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 1
     train_compile: Any = importlib.import_module("maxtext.trainers.pre_train.train_compile")
     config = Path(importlib.import_module("maxtext").__file__ or "").parent / "configs" / "base.yml"
     compiled: list[Any] = []
@@ -55,7 +58,8 @@ def main() -> int:
 
     train_compile.jit_and_compile = keep
     fields = OPTIONS | MODELS[model] | {"compile_topology": f"v5e-{chips}", "per_device_batch_size": rows}
-    train_compile.main(["train_compile", str(config), *(f"{name}={value}" for name, value in fields.items())])
+    words = (f"{name}={value}" for name, value in fields.items())
+    train_compile.main(["train_compile", str(config), *words, *sys.argv[4:]])
     memory = compiled[0].memory_analysis()
     cost = program_cost(compiled[0].as_text(), [0] * chips)
     found = {

@@ -159,6 +159,13 @@ def _costs(run: RunEstimate) -> list[str]:
     return lines
 
 
+OPEN = (
+    "not compiled: by FLOPs and bytes alone it is worse than the others; eight that fit are compiled, or what takes "
+    "four minutes of two cores"
+)
+SCANNED = "scan_layers: one block is compiled for all, with the same numbers, so that the answer takes minutes"
+
+
 def layouts_table(found: LayoutComparison) -> str:
     """The layouts of a phase, the best first."""
     title = (
@@ -194,7 +201,8 @@ def layouts_table(found: LayoutComparison) -> str:
         [
             *lines,
             "",
-            *(["not compiled: by FLOPs and bytes alone it is worse than those that were", ""] if is_open else []),
+            *([OPEN, ""] if is_open else []),
+            *([SCANNED, ""] if any("scan_layers" in each.fields for each in found.layouts) else []),
             "roofline: every kernel and every transfer at the limit of the device, one after the other; a real step "
             "overlaps some of them, and none is faster",
         ]

@@ -148,7 +148,7 @@ def check_sum(devices: list[Any], work: Work) -> tuple[float, list[int]]:
     """(milliseconds, the places of devices whose result was wrong) of a sum over all devices, which each gets."""
     count, length = len(devices), max(1, work.words // len(devices) // 4)
     mesh = Mesh(np.array(devices), ("host",))
-    values = (matrix_of(count * length) & 7).astype(np.float32).reshape(count, length)
+    values = (hashed(np.arange(count * length, dtype=np.uint32)) & 7).astype(np.float32).reshape(count, length)
     split = NamedSharding(mesh, PartitionSpec("host"))
     given = jax.make_array_from_callback(values.shape, split, lambda index: values[index])
 
@@ -161,11 +161,6 @@ def check_sum(devices: list[Any], work: Work) -> tuple[float, list[int]]:
     right = values.sum(axis=0)
     parts = {shard.device: np.asarray(shard.data).reshape(-1) for shard in result.addressable_shards}
     return took, [place for place, device in enumerate(devices) if not np.array_equal(parts[device], right)]
-
-
-def matrix_of(count: int) -> Any:
-    """uint32[count] of mixed bits."""
-    return hashed(np.arange(count, dtype=np.uint32))
 
 
 def measure() -> Mapping[str, Any]:

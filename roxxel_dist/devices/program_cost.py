@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from roxxel_dist.devices.hlo import Array, Instruction, parse
+from roxxel_dist.devices.traced_flops import cudnn_flops, mean_trips, splash_flops
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -26,11 +27,6 @@ FREE = {
     *(f"{kind}{end}" for kind in COLLECTIVES for end in ("", "-start", "-done")),
 }  # fmt: skip
 """Instructions that move no memory of their own; the bytes of collectives are counted apart."""
-SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Matrix products of queries x keys in each kernel of splash attention; the backward ones compute the scores again."""
-MEAN_TRIPS = "mean_trips_"
-"""The `jax.named_scope` of a loop whose trips only the data decides is this and a number: how often it runs on average,
-over all devices and over the loops that it is in."""
 GROUPED_PRODUCT = "grouped_product"
 """The name of a kernel for GPUs of which each row is multiplied by one matrix: its last operands are the rows, and the
 matrices, or what their gradient is of."""
@@ -99,12 +95,6 @@ def program_cost(text: str, hosts: Sequence[int]) -> ProgramCost:
     """
     computations, entry = parse(text)
     return _Analysis(computations, hosts).cost(entry, 1)
-
-
-def mean_trips(scope: str) -> float | None:
-    """What the innermost scope of a loop says of its trips; transformations of jax put it in parentheses."""
-    found = re.search(MEAN_TRIPS + r"([\d.]+)\)*$", scope)
-    return float(found[1]) if found else None
 
 
 class _Analysis:
@@ -324,7 +314,9 @@ class _Analysis:
         if size <= 1:
             return
         if kind == "all-gather":
-            self._note_gathered(total, where, each, size)
+            for array in itertools.chain(*self._operands(where, each)):
+                shape = ",".join(map(str, array.shape))
+                total.gathered[f"{array.dtype}[{shape}] x {size}"] = array.bytes * size
         total.collectives[kind] += _sent(kind, operand, size)  # pyright: ignore[reportArgumentType]
         group = next(group for group in groups if len(group) == size)
         members = Counter(self.hosts[i] for i in group if i < len(self.hosts))
@@ -336,12 +328,6 @@ class _Analysis:
             local, count = max(members.values()), len(members)
             whole = operand * local if kind == "all-gather" else operand
             total.network_bytes += _sent(kind, whole, count) / local
-
-    def _note_gathered(self, total: ProgramCost, where: str, each: Instruction, size: int) -> None:
-        for operand in self._operands(where, each):
-            for array in operand:
-                shape = ",".join(map(str, array.shape))
-                total.gathered[f"{array.dtype}[{shape}] x {size}"] = array.bytes * size
 
 
 def _sent(kind: str, operand: float, size: int) -> float:
@@ -454,29 +440,3 @@ def _convolution_flops(each: Instruction, left: Sequence[int], right: Sequence[i
 def _of_axis(text: str, axis: int, default: str) -> str:
     parts = text.split("x") if text else []
     return parts[axis] if axis < len(parts) else default
-
-
-def splash_flops(name: str, operands: Sequence[Sequence[int]]) -> float:
-    """FLOPs of a kernel of splash attention, from the shapes of its operands: half of all pairs, as a causal mask has,
-    also of the queries of a device in a cut row; or the pairs of the blocks of keys that a window leaves."""
-    kind = next((kind for kind in ("dkv", "dq", "fwd") if kind in name), "fwd")
-    # The first arrays of four dimensions, or of three with as many channels, are queries and keys: [B, H, L, K] and
-    # [B, G, S, K], or without B. Before them are tables of blocks, [1, blocks, blocks].
-    wide = [shape for shape in operands if len(shape) >= 3 and shape[-1] and shape[-2] >= 128]
-    if not wide:
-        return 0.0
-    *many, length, size = wide[0]
-    pairs = length * (wide[1][-2] if len(wide) > 1 else length) / 2
-    blocks = next((shape for shape in operands if len(shape) == 3 and shape[-2] * 128 <= length), None)
-    if blocks is not None and blocks[-1] < blocks[-2]:
-        pairs = min(pairs, length * blocks[-1] * (length / blocks[-2]))
-    return 2.0 * SPLASH_PRODUCTS[kind] * math.prod(many) * pairs * size
-
-
-def cudnn_flops(q: Sequence[int], k: Sequence[int], backward: bool, causal: bool, window: int) -> float:
-    """FLOPs of cuDNN's attention for queries [B, L, H, K] and keys [B, S, G, K], whose backward pass computes the
-    scores again; `window` is 0 for none. A window is causal: one of the whole row leaves as many pairs as none."""
-    rows, length, heads, size = q
-    seen = min(window, length)
-    pairs = length * seen - seen**2 / 2 if window else length * k[1] / (2 if causal else 1)
-    return 2.0 * (5 if backward else 2) * rows * heads * pairs * size

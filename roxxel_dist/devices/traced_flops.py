@@ -4,6 +4,7 @@ The rules are those of `program_cost`, which counts the same in a compiled progr
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,11 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
-from roxxel_dist.devices.program_cost import cudnn_flops, mean_trips, splash_flops
+SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Matrix products of queries x keys in each kernel of splash attention; the backward ones compute the scores again."""
+MEAN_TRIPS = "mean_trips_"
+"""The `jax.named_scope` of a loop whose trips only the data decides is this and a number: how often it runs on average,
+over all devices and over the loops that it is in."""
 
 
 def flops_of(jitted: Any, args: Sequence[Any], mesh: Mesh) -> float:
@@ -114,3 +119,35 @@ COUNTS = {
     "conv_general_dilated": _convolution_contraction,
 }
 """Multiplications for each number of the result."""
+
+
+def mean_trips(scope: str) -> float | None:
+    """What the innermost scope of a loop says of its trips; transformations of jax put it in parentheses."""
+    found = re.search(MEAN_TRIPS + r"([\d.]+)\)*$", scope)
+    return float(found[1]) if found else None
+
+
+def splash_flops(name: str, operands: Sequence[Sequence[int]]) -> float:
+    """FLOPs of a kernel of splash attention, from the shapes of its operands: half of all pairs, as a causal mask has,
+    also of the queries of a device in a cut row; or the pairs of the blocks of keys that a window leaves."""
+    kind = next((kind for kind in ("dkv", "dq", "fwd") if kind in name), "fwd")
+    # The first arrays of four dimensions, or of three with as many channels, are queries and keys: [B, H, L, K] and
+    # [B, G, S, K], or without B. Before them are tables of blocks, [1, blocks, blocks].
+    wide = [shape for shape in operands if len(shape) >= 3 and shape[-1] and shape[-2] >= 128]
+    if not wide:
+        return 0.0
+    *many, length, size = wide[0]
+    pairs = length * (wide[1][-2] if len(wide) > 1 else length) / 2
+    blocks = next((shape for shape in operands if len(shape) == 3 and shape[-2] * 128 <= length), None)
+    if blocks is not None and blocks[-1] < blocks[-2]:
+        pairs = min(pairs, length * blocks[-1] * (length / blocks[-2]))
+    return 2.0 * SPLASH_PRODUCTS[kind] * math.prod(many) * pairs * size
+
+
+def cudnn_flops(q: Sequence[int], k: Sequence[int], backward: bool, causal: bool, window: int) -> float:
+    """FLOPs of cuDNN's attention for queries [B, L, H, K] and keys [B, S, G, K], whose backward pass computes the
+    scores again; `window` is 0 for none. A window is causal: one of the whole row leaves as many pairs as none."""
+    rows, length, heads, size = q
+    seen = min(window, length)
+    pairs = length * seen - seen**2 / 2 if window else length * k[1] / (2 if causal else 1)
+    return 2.0 * (5 if backward else 2) * rows * heads * pairs * size

@@ -1,7 +1,6 @@
 """`check_layouts`: one step of a model and a loss in every layout, against one device."""
 
 import dataclasses
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,8 +17,6 @@ from flax import nnx
 from roxxel_dist.cluster.mesh import EXPERT
 from roxxel_dist.layouts.compare import Difference, difference_in_noise, differences, differences_in_count
 from roxxel_dist.layouts.device_count import as_process
-from roxxel_dist.layouts.draws import draw_lines
-from roxxel_dist.layouts.initial import InitialCheck
 from roxxel_dist.layouts.layout import (
     OWN_MESH,
     BatchName,
@@ -32,11 +29,10 @@ from roxxel_dist.layouts.layout import (
 )
 from roxxel_dist.layouts.noise import THREEFRY
 from roxxel_dist.layouts.one_step import GRADIENT, LOSS, Outcome, StepProgram, Weights, initial_weights
-from roxxel_dist.layouts.order import backward_order, coarsest
 from roxxel_dist.layouts.reference import Reference, ReferencePrograms
+from roxxel_dist.layouts.start_and_update import InitialCheck, UpdateCheck
 from roxxel_dist.layouts.subject import Subject, check_devices, of_config, without_balance
-from roxxel_dist.layouts.trace import first_inputs, loss_jaxpr, text_of
-from roxxel_dist.layouts.update import UpdateCheck
+from roxxel_dist.layouts.traced_loss import backward_order, coarsest, draw_lines, first_inputs, loss_jaxpr, text_of
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.layout_mark import mark_checked, own_code
@@ -309,12 +305,6 @@ class _Check:
             differences=(
                 Difference(
                     what=PROCESSES,
-                    ratio=None,
-                    angle_deg=None,
-                    share=math.inf,
-                    distance=math.inf,
-                    bound=0.0,
-                    is_number=True,
                     meaning="they compute different programs: model or loss ask for jax.process_index(). All processes "
                     "must compute the same; for noise fold in the index of the row",
                 ),
@@ -378,7 +368,7 @@ class _Check:
         reference = truth.measured()
         of_count = differences_in_count(outcome, reference, layout)
         streams = tuple(sorted(name for name in outcome.drawn if outcome.drawn[name] or reference.drawn.get(name)))
-        if not streams or not layout.has_same_noise:
+        if not streams or not layout.calls_once or layout.batch != layout.truth:  # parts that are calls draw anew
             return of_count
         if not without:
             self._notes.append(f"the noise of {layout.name} was not compared, as it differs without noise")
@@ -405,7 +395,7 @@ class _Check:
         model = self._subject.model
         if isinstance(model, nnx.Module | TransformerBuilder) or layout.batch != "rows" or layout.mesh.size == 1:
             return []
-        self._initials = self._initials or InitialCheck.made(model, self._single("rows"))
+        self._initials = self._initials or InitialCheck(model, self._single("rows"))
         return self._initials.differences(layout, order)
 
     def _of_update(self, layout: Layout, order: Sequence[str]) -> list[Difference]:
@@ -417,7 +407,7 @@ class _Check:
             reference, single = self._truth("rows").measured(), self._single("rows")
             gradient = {name: reference.exact[GRADIENT + name].astype(np.float32) for name in self._weights.params}
             optimizer = for_run(subject.optimizer, subject.curriculum.shapes, {})
-            self._updates = UpdateCheck.made(
+            self._updates = UpdateCheck(
                 subject.model, optimizer, single, self._weights, gradient, subject.curriculum.total_steps
             )
         return self._updates.differences(layout, order)

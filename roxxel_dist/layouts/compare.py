@@ -11,14 +11,7 @@ from roxxel_dist.layouts.one_step import GRADIENT, SCALAR, STATE, Outcome
 from roxxel_dist.layouts.reference import Reference, norm, wide
 
 STREAM, UPDATE, INITIAL = "random stream ", "update of ", "initial value of "
-KINDS = {
-    INITIAL: "initial",
-    GRADIENT: "gradient",
-    UPDATE: "update",
-    STATE: "state",
-    SCALAR: "scalar",
-    STREAM: "stream",
-}
+KINDS = {INITIAL: "initial", GRADIENT: "gradient", UPDATE: "update", STATE: "state", SCALAR: "scalar", STREAM: "stream"}
 """The kinds of results, by how their names begin; that of any other is loss."""
 NEAR = 0.01
 """How far a ratio may be from a number that it is taken for, as a share of it."""
@@ -36,17 +29,17 @@ class Difference:
 
     what: str
     """Such as "gradient of blocks.mlp.out.kernel", "loss", "state norm.mean", "random stream dropout.key"."""
-    ratio: float | None
+    ratio: float | None = None
     """<layout, reference> / <reference, reference>: how many times the reference it is; None where that is 0."""
-    angle_deg: float | None
+    angle_deg: float | None = None
     """Between the two, as vectors over all elements."""
-    share: float
+    share: float = math.inf
     """The distance as a share of the reference's norm: how wrong it is; infinite where that is 0."""
-    distance: float
+    distance: float = math.inf
     """Euclidean, from the reference."""
-    bound: float
+    bound: float = 0.0
     """The most that rounding may do."""
-    is_number: bool
+    is_number: bool = True
     """Whether it is one number, such as the loss."""
     meaning: str
     """What such a difference usually means."""
@@ -69,7 +62,8 @@ class Difference:
         """In one line."""
         numbers = []
         if self.ratio is not None:
-            numbers.append(ratio_in_words(self.ratio))
+            near_one = _two_numbers(self.ratio, 1.0)[0]  # with as many digits as show that it is not 1
+            numbers.append(f"{near_one if 0.9 < self.ratio < 1.1 else format(self.ratio, '.5g')} x")
         if self.angle_deg is not None and not self.is_number:
             numbers.append(f"angle {self.angle_deg:.2g}°")
         return f"{self.what}: {', '.join(numbers)}{': ' if numbers else ''}{self.meaning}"
@@ -102,7 +96,8 @@ def compared(
         if np.shape(here) != np.shape(exact):
             continue  # the loss of each row, where rows are others
         copies = outcome.copies.get(name, [here])
-        distances = [norm(wide(copy) - exact) if name in reference.error else _unequal(copy, exact) for copy in copies]
+        is_floating = name in reference.error
+        distances = [norm(wide(copy) - exact if is_floating else np.asarray(copy) != exact) for copy in copies]
         farthest = int(np.argmax(distances))
         distance, bound = distances[farthest], reference.bound(name)
         if distance <= bound:
@@ -110,10 +105,6 @@ def compared(
             continue
         found.append(_difference(name, copies[farthest], reference, layout, distance, len(copies)))
     return found, worst
-
-
-def _unequal(here: np.ndarray, exact: np.ndarray) -> float:
-    return float(np.count_nonzero(np.asarray(here) != np.asarray(exact)))
 
 
 def _difference(
@@ -190,7 +181,9 @@ def meaning_of(
 
 def _of_length(ratio: float, sizes: Mapping[str, int], *, is_number: bool) -> str:
     """What it means that the direction is the same, or that it is one number."""
-    factors = [each for what, parts in sorted(sizes.items(), key=_parts) for each in _factors(what, parts)]
+    factors = [
+        each for what, parts in sorted(sizes.items(), key=lambda item: item[1]) for each in _factors(what, parts)
+    ]
     if is_number:
         far = [(factor, text) for factor, text in factors if not 1 / APART < factor < APART]
         other = "parts of unequal counts are averaged as if they were equal, or a part has other inputs or is missing"
@@ -204,10 +197,6 @@ def _of_length(ratio: float, sizes: Mapping[str, int], *, is_number: bool) -> st
         "or it is divided by a part's own count or norm"
     )
     return next((text for factor, text in [(1.0, nearly), *factors] if abs(ratio / factor - 1) < NEAR), unequal)
-
-
-def _parts(item: tuple[str, int]) -> int:
-    return item[1]
 
 
 def _factors(what: str, parts: int) -> list[tuple[float, str]]:
@@ -276,11 +265,8 @@ def _of_stream(name: str, meaning: str, *, ratio: float | None, distance: float)
     return Difference(
         what=STREAM + name,
         ratio=ratio,
-        angle_deg=None,
         share=abs(ratio - 1) if ratio is not None else math.inf,
         distance=distance,
-        bound=0.0,
-        is_number=True,
         meaning=meaning,
     )
 
@@ -289,8 +275,3 @@ def _two_numbers(one: float, other: float) -> tuple[str, str]:
     """Both with as many digits as show that they differ."""
     digits = next((digits for digits in range(6, 17) if f"{one:.{digits}g}" != f"{other:.{digits}g}"), 17)
     return f"{one:.{digits}g}", f"{other:.{digits}g}"
-
-
-def ratio_in_words(ratio: float) -> str:
-    """A ratio with as many digits as show that it is not 1."""
-    return f"{_two_numbers(ratio, 1.0)[0] if 0.9 < ratio < 1.1 else format(ratio, '.5g')} x"

@@ -38,12 +38,7 @@ def as_process(index: int, count: int) -> Iterator[None]:
 def _replaced(functions: Mapping[str, Any]) -> Iterator[None]:
     before = {name: getattr(jax, name) for name in functions}
     try:
-        _set(functions)
+        jax.__dict__.update(functions)
         yield
     finally:
-        _set(before)
-
-
-def _set(functions: Mapping[str, Any]) -> None:
-    for name, function in functions.items():
-        setattr(jax, name, function)
+        jax.__dict__.update(before)

@@ -1,5 +1,6 @@
 """The ways to divide a step that are compared: what devices there must be, and which batch it is of."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -46,11 +47,6 @@ class Layout:
         return self.grad_accum == 1 and not self.virtual_shards
 
     @property
-    def has_same_noise(self) -> bool:
-        """Whether its noise must be that of the reference: parts that are calls of their own draw anew."""
-        return self.calls_once and self.batch == self.truth
-
-    @property
     def divides_parameters(self) -> bool:
         """Whether it is there to divide parameters, those that are large enough."""
         return self.fsdp or self.name in ("tensor", "experts")
@@ -85,80 +81,57 @@ def few_rows(devices: int) -> int:
     return 2 if devices > 2 and devices % 2 == 0 else 1
 
 
-def layout_of(name: str, devices: Sequence[Any]) -> Layout | str:
-    """A layout of these devices; or why it is left out."""
-    count = len(devices)
-    if name in ("tensor", "experts") and count % 2:
-        return f"2 does not divide {count} devices"
-    if name == OWN_MESH:
-        return "the mesh has the axes of make_mesh: rows, fsdp, tensor and experts are compared"
-    return _OF_DEVICES[name](devices)
-
-
-def _rows(devices: Sequence[Any]) -> Layout:
-    return _on(make_mesh(devices=devices), "rows", f"rows over {len(devices)} devices", sizes={"devices": len(devices)})
-
-
-def _tokens(devices: Sequence[Any]) -> Layout:
-    count, rows = len(devices), few_rows(len(devices))
-    text = f"{rows} row{'s' if rows > 1 else ''}, tokens over {count // rows} devices"
-    sizes = {"devices along the tokens": count // rows, "devices": count}
-    return _on(make_mesh(devices=devices), "tokens", text, batch="few rows", truth="few rows", sizes=sizes)
-
-
-def _fsdp(devices: Sequence[Any]) -> Layout:
-    count, mesh = len(devices), make_mesh(fsdp=0, devices=devices)
-    return _on(mesh, "fsdp", f"parameters over {count} devices", fsdp=True, sizes={"devices": count})
-
-
-def _tensor(devices: Sequence[Any]) -> Layout:
-    count, mesh = len(devices), make_mesh(tensor=2, devices=devices)
-    sizes = {"devices of tensor": 2, "devices along the rows": count // 2, "devices": count}
-    return _on(mesh, "tensor", f"2 devices share each row, {count // 2} groups", sizes=sizes)
-
-
-def _experts(devices: Sequence[Any]) -> Layout:
-    count, mesh = len(devices), make_mesh(expert=2, devices=devices)
-    sizes = {"devices of expert": 2, "devices": count}
-    return _on(mesh, "experts", f"2 devices share the experts, {count // 2} groups", sizes=sizes)
-
-
-def _accum(devices: Sequence[Any]) -> Layout:
-    text, sizes = f"{MICRO_BATCHES} micro-batches on one device", {"micro-batches": MICRO_BATCHES}
-    return _on(make_mesh(devices=devices[:1]), "accum", text, grad_accum=MICRO_BATCHES, sizes=sizes)
-
-
-def _packing(devices: Sequence[Any]) -> Layout:
-    text, sizes = "documents packed into rows, against a row for each", {"documents of a row": 2}
-    return _on(make_mesh(devices=devices[:1]), "packing", text, batch="packed", truth="documents", sizes=sizes)
-
-
 def virtual_shards(devices: int) -> int:
     """Virtual shards for so many devices: the next power of two."""
     return 1 << (devices - 1).bit_length()
 
 
-def _virtual(devices: Sequence[Any]) -> Layout:
-    """On two devices, or on three where the shards are more than the devices, so that these have unequal numbers: it is
-    the same to the bit on any number, and each takes a compilation."""
-    shards = virtual_shards(len(devices))
-    batch: BatchName = "rows" if shards == len(devices) else "rows of shards"
-    used = 2 if shards == len(devices) else 3
-    text, sizes = f"{shards} virtual shards on {used} devices", {"virtual shards": shards, "devices": used}
-    mesh = make_mesh(devices=devices[:used])
-    return _on(mesh, "virtual", text, batch=batch, truth=batch, virtual_shards=shards, sizes=sizes)
+def layout_of(name: str, devices: Sequence[Any]) -> Layout | str:
+    """A layout of these devices; or why it is left out."""
+    count, mesh = len(devices), make_mesh(devices=devices)
+    more: dict[str, Any] = {}
+    sizes: dict[str, int] = {"devices": count}
+    if name in ("tensor", "experts") and count % 2:
+        return f"2 does not divide {count} devices"
+    match name:
+        case "rows":
+            text = f"rows over {count} devices"
+        case "tokens":
+            rows = few_rows(count)
+            text = f"{rows} row{'s' if rows > 1 else ''}, tokens over {count // rows} devices"
+            sizes = {"devices along the tokens": count // rows, **sizes}
+            more = {"batch": "few rows", "truth": "few rows"}
+        case "fsdp":
+            mesh, text, more = make_mesh(fsdp=0, devices=devices), f"parameters over {count} devices", {"fsdp": True}
+        case "tensor":
+            mesh, text = make_mesh(tensor=2, devices=devices), f"2 devices share each row, {count // 2} groups"
+            sizes = {"devices of tensor": 2, "devices along the rows": count // 2, **sizes}
+        case "experts":
+            mesh, text = make_mesh(expert=2, devices=devices), f"2 devices share the experts, {count // 2} groups"
+            sizes = {"devices of expert": 2, **sizes}
+        case "accum":
+            return _micro_batches(mesh)
+        case "packing":
+            mesh, text = make_mesh(devices=devices[:1]), "documents packed into rows, against a row for each"
+            sizes, more = {"documents of a row": 2}, {"batch": "packed", "truth": "documents"}
+        case "virtual":
+            # On three where the shards are more than the devices, so that these have unequal numbers: it is the same to
+            # the bit on any number, and each takes a compilation.
+            shards = virtual_shards(count)
+            used, batch = (2, "rows") if shards == count else (3, "rows of shards")
+            mesh, text = make_mesh(devices=devices[:used]), f"{shards} virtual shards on {used} devices"
+            sizes = {"virtual shards": shards, "devices": used}
+            more = {"batch": batch, "truth": batch, "virtual_shards": shards}
+        case _:
+            return "the mesh has the axes of make_mesh: rows, fsdp, tensor and experts are compared"
+    return Layout(name=name, text=text, mesh=mesh, sharding=batch_sharding(mesh), sizes=sizes, **more)
 
 
-_OF_DEVICES = {
-    "rows": _rows,
-    "tokens": _tokens,
-    "fsdp": _fsdp,
-    "tensor": _tensor,
-    "experts": _experts,
-    "accum": _accum,
-    "packing": _packing,
-    "virtual": _virtual,
-}
+def _micro_batches(mesh: Mesh, sharding: NamedSharding | None = None) -> Layout:
+    """On the first device of a mesh."""
+    alone = single(mesh, sharding or batch_sharding(mesh), "rows")
+    text, sizes = f"{MICRO_BATCHES} micro-batches on one device", {"micro-batches": MICRO_BATCHES}
+    return dataclasses.replace(alone, name="accum", text=text, grad_accum=MICRO_BATCHES, sizes=sizes)
 
 
 def layout_of_mesh(name: str, mesh: Mesh, sharding: NamedSharding, *, fsdp: bool) -> Layout | str:
@@ -168,26 +141,13 @@ def layout_of_mesh(name: str, mesh: Mesh, sharding: NamedSharding, *, fsdp: bool
     if name == OWN_MESH:
         return Layout(name=name, text=axes, mesh=mesh, sharding=sharding, fsdp=fsdp, sizes=sizes)
     if name == "accum":
-        alone = single(mesh, sharding, "rows")
-        text = f"{MICRO_BATCHES} micro-batches on one device"
-        return Layout(
-            name=name,
-            text=text,
-            mesh=alone.mesh,
-            sharding=alone.sharding,
-            grad_accum=MICRO_BATCHES,
-            sizes={"micro-batches": MICRO_BATCHES},
-        )
+        return _micro_batches(mesh, sharding)
     return f"the mesh has axes of its own ({axes})"
 
 
 def has_own_axes(mesh: Mesh) -> bool:
     """Whether a mesh is not one of `make_mesh`."""
     return mesh.axis_names != AXES
-
-
-def _on(mesh: Mesh, name: str, text: str, **more: Any) -> Layout:
-    return Layout(name=name, text=text, mesh=mesh, sharding=batch_sharding(mesh), **more)
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:

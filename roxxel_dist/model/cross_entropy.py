@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, TOKENS, device_type, row_axes, row_shards, token_shards
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE, has_all_axes
 from roxxel_dist.cluster.step_parts import HEAD_AND_LOSS
+from roxxel_dist.model.attention.mask import pad_tokens
 from roxxel_dist.model.layers import Embedding, soft_cap, unrounded_product
 
 Arrays = list[jax.Array]
@@ -316,7 +317,7 @@ def _on_devices(
     if alone or tokens[0].shape[0] % row_shards(mesh):
         return function(arrays, *tokens)
     shards, length = token_shards(mesh), tokens[0].shape[1]
-    tokens = tuple(_padded(array, -(-length // shards) * shards) for array in tokens)
+    tokens = tuple(pad_tokens(array, -(-length // shards) * shards) for array in tokens)
     axes = tuple(axis for axis in mesh.axis_names if axis != TENSOR)
     # Devices of other rows share an array by fsdp; a phase may have made "tokens" of that axis.
     sharing = tuple(axis for axis in (FSDP, TOKENS) if mesh.shape.get(axis, 1) > 1) or (DATA,)
@@ -361,7 +362,7 @@ def _chunks(a_BxLx: jax.Array, count: int) -> jax.Array:
     all tokens: parts of equal size need little padding, and of one or two tokens each, many would be empty."""
     size = -(-a_BxLx.shape[1] // count)
     count = -(-a_BxLx.shape[1] // size)
-    whole = _padded(a_BxLx, count * size)
+    whole = pad_tokens(a_BxLx, count * size)
     return jnp.moveaxis(whole.reshape(whole.shape[0], count, size, *whole.shape[2:]), 1, 0)
 
 
@@ -373,10 +374,6 @@ def _joined(tree: Any, length: int) -> Any:
         return jnp.moveaxis(a_NxBxCx, 0, 1).reshape(batch, count * size, *a_NxBxCx.shape[3:])[:, :length]
 
     return jax.tree.map(each, tree)
-
-
-def _padded(a_BxLx: jax.Array, length: int) -> jax.Array:
-    return jnp.pad(a_BxLx, [(0, 0), (0, length - a_BxLx.shape[1]), *[(0, 0)] * (a_BxLx.ndim - 2)])
 
 
 def _is_floating(array: jax.Array) -> bool:

@@ -1,7 +1,7 @@
 """The feed-forward layer: plain, or gated (Shazeer, "GLU variants improve Transformer", 2020; SwiGLU is with silu)."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -76,19 +76,9 @@ def activation(name: str, *, gated: bool) -> Activation:
     return lambda x: act(x[..., 0, :])
 
 
-def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=False)
-
-
-def _gelu_tanh(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
-def _relu2(x: jax.Array) -> jax.Array:
-    """So et al., "Primer", 2021."""
-    return jnp.square(jax.nn.relu(x))
-
-
-_ACTIVATIONS: dict[str, Activation] = dict(
-    zip(ACTIVATIONS, (jax.nn.silu, _gelu, _gelu_tanh, jax.nn.relu, _relu2, jnp.tanh, jax.nn.sigmoid), strict=True)
-)
+_GELU, _GELU_TANH = (partial(jax.nn.gelu, approximate=is_tanh) for is_tanh in (False, True))
+_FUNCTIONS: tuple[Activation, ...] = (
+    jax.nn.silu, _GELU, _GELU_TANH, jax.nn.relu, lambda x: jnp.square(jax.nn.relu(x)), jnp.tanh, jax.nn.sigmoid,
+)  # fmt: skip
+_ACTIVATIONS: dict[str, Activation] = dict(zip(ACTIVATIONS, _FUNCTIONS, strict=True))
+"""relu2: So et al., "Primer", 2021."""

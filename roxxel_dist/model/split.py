@@ -239,3 +239,19 @@ def _partition_spec(variable: Any) -> P | None:
     if not sharding:
         return None
     return sharding.spec if isinstance(sharding, NamedSharding) else nnx.get_partition_spec(variable).get_value()
+
+
+def count_by_module(params: Mapping[str, Any]) -> dict[str, int]:
+    """Parameters of each part of a model: of each attribute of its module, with all layers of a list together.
+
+    Args:
+        params: arrays by name, such as "blocks.0.attention.qkv.kernel".
+
+    Returns:
+        {"embedding": 131072, "blocks": 786432, "norm": 256, …}, in the order of the names.
+    """
+    parts: dict[str, int] = {}
+    for name, leaf in params.items():
+        part = name.partition(".")[0]
+        parts[part] = parts.get(part, 0) + leaf.size
+    return parts

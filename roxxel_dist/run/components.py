@@ -1,7 +1,9 @@
 """Builders: from a Config and a corpus to model, loss, optimizer, curriculum and validation sets."""
 
 import contextlib
+import copy
 import dataclasses
+import importlib.util
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -24,9 +28,10 @@ from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.model.config import AttentionKernel
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.split import split_module
-from roxxel_dist.model.user_code import import_function, is_function
+from roxxel_dist.model.user_code import call_function, import_function, is_function
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.extras import pip_install
 from roxxel_dist.process.file_lock import print_line
 from roxxel_dist.process.progress import Progress
 from roxxel_dist.run.curriculum import (
@@ -36,16 +41,18 @@ from roxxel_dist.run.curriculum import (
     shard_paths,
     vocabulary_size,
 )
-from roxxel_dist.run.optimizer import build_optimizer
 from roxxel_dist.settings.config import Config
-from roxxel_dist.settings.training import LoopOptions
+from roxxel_dist.settings.training import SCHEDULE_FREE, LoopOptions, OptimizerConfig
 from roxxel_dist.settings.usage_errors import usage_errors
+from roxxel_dist.train.log.base import Tracker
+from roxxel_dist.train.log.tensorboard import TensorboardTracker
+from roxxel_dist.train.log.wandb import WandbTracker
 from roxxel_dist.train.step.optimizer import NamedOptimizer
 from roxxel_dist.train.step.step import LossFn, loop_numbers
 from roxxel_dist.train.steps import StepOptions, Steps, make_steps
 from roxxel_dist.train.validation.evaluator import HELD_OUT
 from roxxel_dist.weights.base import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
-from roxxel_dist.weights.load import attention_kernel, model_builder, slower_attention
+from roxxel_dist.weights.load import attention_kernel, model_builder, parameter_widths, slower_attention
 
 BUILD_LIMIT_S = 6 * 3600.0
 
@@ -279,3 +286,65 @@ def on_primary(what: str, act: Callable[[], Any]) -> None:
             message = str(error) or repr(error)
     if message := broadcast_from_primary(what, message, BUILD_LIMIT_S):
         raise UserError(message)
+
+
+def build_optimizer(config: Config, build: Callable[[], nnx.Module]) -> NamedOptimizer:
+    """The optimizer of a config, for the model that `build` makes.
+
+    Raises ValueError where a function of the user's is not found, does not take (config, learning_rate), returns no
+    optax transformation, or is named together with mup, which would not know its update.
+    """
+    settings = config.part(OptimizerConfig)
+    if settings.optimizer == SCHEDULE_FREE and config.parametrization != "standard":
+        raise UserError(
+            f"parametrization is {config.parametrization}, and optimizer is {settings.optimizer}, whose average would "
+            f"not have the rates by width: use adamw or muon, or leave parametrization out"
+        )
+    if not is_function(settings.optimizer):
+        return NamedOptimizer(settings, widths=parameter_widths(config, build))
+    if config.parametrization != "standard":
+        raise UserError(
+            f"parametrization is {config.parametrization}, and optimizer is {settings.optimizer!r}: how its updates "
+            f"grow with the width is not known, so leave parametrization out, or name one of our optimizers"
+        )
+    make = import_function("optimizer", settings.optimizer)
+
+    def own(rate: jax.Array) -> optax.GradientTransformation:
+        mine = copy.deepcopy(config)  # the user's function may change it
+        mine.model_args = mine.model_args or {}
+        form = "def build(config, learning_rate)"
+        made = call_function("optimizer", settings.optimizer, make, form, mine, rate)
+        if isinstance(made, optax.GradientTransformation):
+            return made
+        raise UserError(
+            f"optimizer is {settings.optimizer!r}: it returned a {type(made).__name__}, and must return an "
+            f"optax.GradientTransformation"
+        )
+
+    jax.eval_shape(lambda rate: own(rate) and rate, jnp.float32(0))  # find a mistake now: the rate of a step is traced
+    return NamedOptimizer(settings, own=own)
+
+
+def check_installed(config: Config) -> None:
+    """Raises UserError for a tracker whose package is not installed: a night without its files is lost."""
+    for field, wanted, package in (
+        ("wandb", config.wandb != "off", "wandb"),
+        ("tensorboard", config.tensorboard, "tensorboardX"),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            value = getattr(config, field)
+            raise UserError(
+                f"{field} is {value}, and the package {package} is not installed: {pip_install(field)}, or leave "
+                f"{field} out"
+            )
+
+
+def trackers_of(config: Config, run: Path) -> list[Tracker]:
+    """Those of rank 0; other ranks have none."""
+    trackers = list[Tracker]()
+    if is_primary() and config.wandb != "off":
+        about = {"name": config.name, "notes": config.notes, "tags": config.tags}
+        trackers.append(WandbTracker(run, config.wandb, config.wandb_project, **about, config=config.to_dict()))
+    if is_primary() and config.tensorboard:
+        trackers.append(TensorboardTracker(run, config.to_dict()))
+    return trackers

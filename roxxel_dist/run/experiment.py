@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from roxxel_dist.checkpoint.metadata import ResumeSpec, read_cursor
 from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin_threads
@@ -15,33 +16,30 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute, check_local, is_tokens
 from roxxel_dist.data.tasks import Task
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
+from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.model.generate import generate, known_ids
 from roxxel_dist.place.bucket_folder import TRAINED
 from roxxel_dist.place.bucket_run import BucketRun
-from roxxel_dist.place.directory import (
-    CONFIG,
-    CURVE,
-    DATA,
-    RunDirectory,
-    RunResult,
-    default_run_dir,
-)
+from roxxel_dist.place.directory import CONFIG, CURVE, DATA, RunDirectory, RunResult, default_run_dir
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import UserError, attempt_number
+from roxxel_dist.process.extras import pip_install
 from roxxel_dist.run.components import (
     RunComponents,
     build_components,
+    check_installed,
     on_primary,
     open_corpus,
     open_tasks,
     temporary_folder,
+    trackers_of,
 )
-from roxxel_dist.run.last_words import draw_curve, sample_text
 from roxxel_dist.run.layout_mark import line_for
 from roxxel_dist.run.metadata import RunMetadata
 from roxxel_dist.run.past import Past, check_nothing_new
 from roxxel_dist.run.record import changed_from, check_resumable, check_same_run, kernel_begun_with, write_run_metadata
-from roxxel_dist.run.trackers import check_installed, trackers_of
+from roxxel_dist.run.report import draw_losses, read_runs
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import TRIAL
 from roxxel_dist.settings.usage_errors import usage_errors
@@ -55,6 +53,7 @@ from roxxel_dist.train.validation.text_of_sets import why_unknown
 from roxxel_dist.utils.display import ProgressBars
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of
+from roxxel_dist.weights.generator import pieces
 
 LAST_WORDS_LIMIT_S = 1800.0
 SAMPLE_AFTER_S = 30.0
@@ -170,14 +169,7 @@ class Experiment:
             # All ranks get the error if the disk is full.
             arguments = (loop, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
-            for line in filter(
-                None,
-                (
-                    *_of_validation(components, tasks),
-                    self._unchecked(run, past, components, path),
-                    components.slower_attention,
-                ),
-            ):
+            for line in filter(None, self._first_lines(run, past, components, path, tasks)):
                 loop.held.log.text(line)
             self._run(loop, run, tokenizer, ids, bucket)
         return RunResult.of_step(run, loop.position.step, stopped=self.stopped)
@@ -265,10 +257,15 @@ class Experiment:
             bucket.take()
             directory.check_new(resume)  # checks again, now that the folder has the files of the bucket
 
-    def _unchecked(self, run: Path, past: Past, components: RunComponents, path: str | Path | None) -> str:
-        """The line of a new run whose code was never checked by `check-layouts`."""
+    def _first_lines(
+        self, run: Path, past: Past, components: RunComponents, path: str | Path | None, tasks: Sequence[Task]
+    ) -> Iterator[str]:
+        """What people should know of the numbers of a validation, and of a new run's code; some are empty."""
+        yield from (task.truncation for task in tasks)
+        yield from why_unknown(components.validation, components.curriculum.primary_streamer, components.loss)
         command = f"`roxxel-dist check-layouts --config {run / CONFIG} --data_path {path}`"
-        return "" if past.config else line_for(self.config, components.mesh().size, command)
+        yield "" if past.config else line_for(self.config, components.mesh().size, command)
+        yield components.slower_attention
 
     @staticmethod
     def _release(directory: RunDirectory, bucket: BucketRun | None) -> None:
@@ -406,7 +403,32 @@ def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
         raise
 
 
-def _of_validation(components: RunComponents, tasks: Sequence[Task]) -> Iterator[str]:
-    """What people should know of the numbers of a validation: a line each; some are empty."""
-    yield from (task.truncation for task in tasks)
-    yield from why_unknown(components.validation, components.curriculum.primary_streamer, components.loss)
+SAMPLE_TOKENS, SAMPLE_LINES = 160, 8
+
+
+def sample_text(config: Config, loop: Loop, tokenizer: Tokenizer | None, prompt: list[int]) -> str:
+    """A sample of text from the model, on rank 0; every rank takes part, because each has a part of the model."""
+    if tokenizer is None:
+        return "no tokenizer: no sample"
+    model, context = loop.state.local_model(), config.max_context
+    if not is_primary():
+        return ""
+    ends: Any = {"stop_ids": [tokenizer.eos_id], "known_V": known_ids(tokenizer.ids, config.vocab_size or 0)}
+    new = generate(model, prompt, min(SAMPLE_TOKENS, context // 2), max_context=context, seed=config.seed, **ends)
+    before, cut = config.sample_prompt, len(prompt) - (context - 1)
+    text = printable(before + "".join(pieces(tokenizer, new, before, prompt)))
+    what = (
+        f", which has not read the first {cut:,} tokens of sample_prompt (max_context is {context})" if cut > 0 else ""
+    )
+    return "\n".join([f"a sample of the text that the model generates{what}:", *text.split("\n")[:SAMPLE_LINES]])
+
+
+def draw_curve(run: Path) -> str:
+    """Draw the loss curve of a run; the line that says where it is, or why there is none."""
+    try:
+        draw_losses(read_runs([run]), run / CURVE)
+    except ImportError:
+        return f"no loss curve: it needs matplotlib: {pip_install('plot')}"
+    except Exception as error:
+        return f"no loss curve: {error!r}"
+    return f"loss curve: {run / CURVE}"

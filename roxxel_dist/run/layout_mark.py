@@ -31,11 +31,6 @@ def own_code(source: Config | Parts) -> list[Any]:
     return own if loss in (token_losses, next_token_loss) else [*own, loss]
 
 
-def is_checked(code: Iterable[Any], model_args: Any = None) -> bool:
-    """Whether a check of this code has found that all layouts agree."""
-    return _mark(code, model_args).exists()
-
-
 def mark_checked(code: Iterable[Any], model_args: Any = None) -> None:
     """Remember that a check has found that; a cache that cannot be written is no error."""
     mark = _mark(code, model_args)
@@ -59,7 +54,7 @@ def _mark(code: Iterable[Any], model_args: Any) -> Path:
 def line_for(source: Config | Parts, devices: int, command: str) -> str:
     """What a run says whose code was never checked; empty for the built-in model, one device, and checked code."""
     code = own_code(source) if devices > 1 else []
-    if not code or is_checked(code, source.model_args if isinstance(source, Config) else None):
+    if not code or _mark(code, source.model_args if isinstance(source, Config) else None).exists():
         return ""
     return (
         f"never checked: whether a step of this model on {devices} devices is the step of one device; {command} says so"

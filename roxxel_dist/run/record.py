@@ -1,6 +1,9 @@
 """Metadata of a run as a start writes it, with sizes; and which fields of its config a resume may change."""
 
+import dataclasses
 import json
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from importlib.metadata import version
@@ -12,21 +15,29 @@ import jax
 from roxxel_dist.checkpoint.metadata import CheckpointRef, write_cursor
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.mesh import num_devices
+from roxxel_dist.curriculum.phases import Phase
+from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute
+from roxxel_dist.data.files.foreign import ForeignFile
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
-from roxxel_dist.model.param_count import count_by_module
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.split import count_by_module
+from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER, is_of_program
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.components import RunComponents
+from roxxel_dist.run.components import RunComponents, on_primary
 from roxxel_dist.run.metadata import PACKAGES, RunMetadata
 from roxxel_dist.settings.config import DEFAULTS, RECORD, Config
 from roxxel_dist.train.loop import Loop
+from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.resume import ResumePoint, check_same_bits, max_steps_note
 from roxxel_dist.train.step.schedule import LrSchedule, scaling_note
+from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.validation.evaluator import validation_note
 from roxxel_dist.utils.voice import argument
+from roxxel_dist.weights.load import attention_kernel
 
 MB = 1e6
 FREE_MODEL_FIELDS = (
@@ -279,3 +290,61 @@ def forked_from(
     if not (local_run(given.run) / CONFIG).exists() and not is_of_program(local_run(given.run)):
         raise UserError(f"fork is {given}: {given.run} is not a run directory, it has no {CONFIG}")
     return given, skip_steps
+
+
+def record_parts(parts: Parts, state: TrainView) -> None:
+    """Write config, tokenizer and sizes into the run directory, where the model is the built-in one. All ranks call it.
+
+    Not of a run in a bucket: it was made from a Config, and has its record already.
+    """
+    model = state.model
+    if type(model) is Transformer and parts.bucket is None:
+        on_primary("config of the run", lambda: _write(parts, model, state))
+
+
+def _write(parts: Parts, model: Transformer, state: TrainView) -> None:
+    run, curriculum = parts.folder, parts.training
+    primary = curriculum.primary_streamer
+    source, file = primary.filepath, primary.shards[0]
+    is_headerless = isinstance(file, ForeignFile) and file.is_headerless
+    fields = dataclasses.asdict(model.config) | dataclasses.asdict(parts.options)
+    phases = [_plain(phase) for phase in curriculum.phases]
+    known: Any = primary.dtype.name if is_headerless and primary.guessed_dtype is None else "auto"
+    config = Config(
+        **fields | {"phases": phases, "grad_accum": parts.grad_accum, "loss": _name_of(parts.loss_fn)},
+        datasets=_paths(curriculum.mix_streamers),
+        validation=_paths(parts.validation),
+        data_dtype=known,
+    )
+    with Roxxel(source, dtype=primary.dtype) as data:
+        if data.tokenizer is not None:
+            data.tokenizer.save(run / TOKENIZER)
+        made = RunMetadata.now(
+            attention_kernel(config, curriculum.shapes, devices=list(parts.mesh.devices.flat)),
+            data_path=absolute(source) if isinstance(source, str | os.PathLike) else None,
+            corpus=data.fingerprint,
+            program=Path(sys.argv[0]).name or "a Python program",
+        )
+    config.save_yaml(run / CONFIG, made.to_dict())
+    sizes = summarize(state.params, state.optimizer, state.frozen)
+    write_file(run / SUMMARY, (json.dumps(sizes, indent=2) + "\n").encode())
+
+
+def _plain(phase: Phase) -> dict[str, Any]:
+    """The fields of a phase that differ from their defaults, for YAML."""
+    values = {field.name: (getattr(phase, field.name), field.default) for field in dataclasses.fields(phase)}
+    plain = {name: value for name, (value, default) in values.items() if value != default}
+    return plain | ({"weights": dict(phase.weights)} if phase.weights else {})
+
+
+def _paths(sets: Mapping[str, Roxxel] | None) -> dict[str, str] | None:
+    """The paths of data sets by name; None if there are none."""
+    named = {name: data.filepath for name, data in (sets or {}).items()}
+    return {name: absolute(path) for name, path in named.items() if isinstance(path, str | os.PathLike)} or None
+
+
+def _name_of(loss: Any) -> str | None:
+    """module:function of a loss; None for the default loss."""
+    if loss is token_losses:
+        return None
+    return f"{getattr(loss, '__module__', '?')}:{getattr(loss, '__qualname__', type(loss).__name__)}"

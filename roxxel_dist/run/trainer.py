@@ -22,7 +22,7 @@ from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.run.components import on_primary
 from roxxel_dist.run.experiment import Experiment
 from roxxel_dist.run.layout_mark import line_for
-from roxxel_dist.run.record_of_parts import record_parts
+from roxxel_dist.run.record import record_parts
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import LoopKeywords, LoopOptions
 from roxxel_dist.train.checkpointer import Checkpointer

@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.devices.hlo import _instruction
-from roxxel_dist.devices.program_cost import _groups, cudnn_flops, program_cost, splash_flops
-from roxxel_dist.devices.traced_flops import traced_flops
+from roxxel_dist.devices.program_cost import _groups, program_cost
+from roxxel_dist.devices.traced_flops import cudnn_flops, splash_flops, traced_flops
 from roxxel_dist.model.attention.attend import attention
 
 F32 = jnp.float32

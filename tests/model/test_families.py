@@ -11,8 +11,7 @@ from models import with_numbers
 
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.attention.blocked import blocked_attention
-from roxxel_dist.model.attention.dense import dense_attention
-from roxxel_dist.model.attention.kernels import Situation, broken_rule, kernel_for
+from roxxel_dist.model.attention.kernels import Situation, broken_rule, dense_attention, kernel_for
 from roxxel_dist.model.attention.mask import Mask
 from roxxel_dist.model.attention.splash import splash_attention
 from roxxel_dist.model.config import ModelConfig

@@ -23,6 +23,7 @@ from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import build_components
+from roxxel_dist.run.estimate import target_layouts
 from roxxel_dist.run.estimate.estimate import estimate
 from roxxel_dist.run.estimate.figures import EstimateRequest
 from roxxel_dist.run.estimate.inputs import spans
@@ -391,7 +392,7 @@ def test_layouts_that_make_sense():
         assert found == expected, (devices, hosts)
 
 
-def test_layouts_are_compiled(corpus):
+def test_layouts_are_compiled(corpus, monkeypatch):
     """On two devices of this process; where there is little memory, the step is tried with blocks computed again."""
     done = []
     compiler = TargetCompiler(Here("here", "cpu", (2,)), lambda what, is_done: done.append(what))
@@ -410,7 +411,12 @@ def test_layouts_are_compiled(corpus):
     assert len(small.problems) == 1
     again = dataclasses.replace(components, config=dataclasses.replace(components.config, gradient_checkpointing=True))
     done.clear()
-    assert not any("gradient_checkpointing" in layout.fields for layout in compare(compiler, again).layouts)
+    compiler.device_bytes = None
+    monkeypatch.setattr(target_layouts, "BUDGET_S", 0.0)  # the first two are compiled at once
+    late = compare(compiler, again).layouts
+    assert [layout.is_open for layout in late] == [False, False, True]
+    assert late[2].step is None
+    assert not any("gradient_checkpointing" in layout.fields for layout in late)
 
 
 @pytest.mark.long

@@ -10,11 +10,11 @@ import numpy as np
 
 from roxxel_dist.cluster.mesh import device_type, row_shards, token_shards
 from roxxel_dist.model.attention.cut_rows import cut_attention
-from roxxel_dist.model.attention.dense import dense_attention
 from roxxel_dist.model.attention.kernels import (
     KERNELS,
     Situation,
     broken_rule,
+    dense_attention,
     kernel_for,
     native_kernel,
 )
@@ -116,11 +116,7 @@ def _check(q: Any, k: Any, v: Any, window: Any, segments: Any, positions: Any, s
 
 
 def attend(
-    q_BxLxHxK: jax.Array,
-    k_BxSxGxK: jax.Array,
-    v_BxSxGxV: jax.Array,
-    mask: Mask,
-    kernel: AttentionKernel = "auto",
+    q_BxLxHxK: jax.Array, k_BxSxGxK: jax.Array, v_BxSxGxV: jax.Array, mask: Mask, kernel: AttentionKernel = "auto"
 ) -> jax.Array:
     """softmax(q k scale) v for each head over the keys that each token attends to: [B, L, H, V].
 

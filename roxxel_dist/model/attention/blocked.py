@@ -4,6 +4,7 @@ The score matrix of a row of L tokens has L x L numbers for each head. Here one 
 again in the backward pass.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from roxxel_dist.devices.program_cost import MEAN_TRIPS
+from roxxel_dist.devices.traced_flops import MEAN_TRIPS
 from roxxel_dist.model.attention.mask import HIDDEN, LANES, RESIDUALS, Mask, pad_tokens
 from roxxel_dist.model.layers import soft_cap
 
@@ -24,12 +25,7 @@ def block_of(window: int | None, largest: int = BLOCK) -> int:
     return largest if window is None else min(largest, max(LANES, 1 << (window - 1).bit_length()))
 
 
-def blocked_attention(
-    q_BxLxHxK: jax.Array,
-    k_BxLxGxK: jax.Array,
-    v_BxLxGxV: jax.Array,
-    mask: Mask,
-) -> jax.Array:
+def blocked_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.Array, mask: Mask) -> jax.Array:
     """Causal attention by XLA, [B, L, H, V], a block of queries and a block of keys at a time.
 
     For each block of queries it computes only the blocks of keys that are not masked: none after it, and none before
@@ -53,7 +49,7 @@ def blocked_attention(
     each = mask.scaled(width).pad(count * size).labels(lambda x: blocks(x[..., None])[..., 0])
     at = Blocks.between(jnp.arange(count), size, each, each)
     grouped = q_BxLxHxK.reshape(batch, length, groups, heads // groups, -1)
-    out: Any = _blocked(blocks(grouped), blocks(k_BxLxGxK), blocks(v_BxLxGxV), at)
+    out = _blocked(blocks(grouped), blocks(k_BxLxGxK), blocks(v_BxLxGxV), at)
     out = jnp.moveaxis(jnp.moveaxis(out, -2, 2), 0, 1)  # [B, blocks, size, G, H / G, V]
     return out.reshape(batch, count * size, heads, -1)[:, :length]
 
@@ -100,11 +96,6 @@ class Blocks(NamedTuple):
 def _range(labels: jax.Array) -> jax.Array:
     """[2, N, B]: the least and the largest of each block."""
     return jnp.stack([labels.min(-1), labels.max(-1)])
-
-
-@jax.custom_vjp
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks) -> jax.Array:
-    return _blocked_forward(q, k, v, at)[0]
 
 
 def over_keys(i: jax.Array, at: Blocks, size: int, of_row: int, body: Any, start: Any, *, but_own: bool = False) -> Any:
@@ -184,18 +175,27 @@ def blocked_backward(
     return d_q, d_k, d_v
 
 
-def _blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks) -> tuple[jax.Array, Any]:
-    out, log_sums = checkpoint_name(blocked_forward(q, k, v, at, k.shape[0]), RESIDUALS)
-    return out, (q, k, v, at, out, log_sums)
+def with_gradients(
+    forward: Callable[..., tuple[jax.Array, jax.Array]], backward: Callable[..., tuple[jax.Array, ...]]
+) -> Any:
+    """Attention of rows that lie whole on a device, a function of (queries, keys, values, `Blocks`), from two passes
+    such as `blocked_forward` and `blocked_backward`."""
+
+    def kept_forward(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks) -> tuple[jax.Array, Any]:
+        out, log_sums = checkpoint_name(forward(q, k, v, at, k.shape[0]), RESIDUALS)
+        return out, (q, k, v, at, out, log_sums)
+
+    def kept_backward(kept: Any, d_out: jax.Array) -> Any:
+        _, k, v, *_ = kept
+        d_q, d_k, d_v = backward(*kept, d_out, k.shape[0])
+        return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+    attend = jax.custom_vjp(lambda *args: kept_forward(*args)[0])
+    attend.defvjp(kept_forward, kept_backward)
+    return attend
 
 
-def _blocked_backward(kept: Any, d_out: jax.Array) -> Any:
-    q, k, v, at, out, log_sums = kept
-    d_q, d_k, d_v = blocked_backward(q, k, v, at, out, log_sums, d_out, k.shape[0])
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
-
-
-_blocked.defvjp(_blocked_forward, _blocked_backward)
+_blocked = with_gradients(blocked_forward, blocked_backward)
 
 
 def _scores(q: jax.Array, k: jax.Array, at: Blocks, i: Any, j: Any) -> jax.Array:

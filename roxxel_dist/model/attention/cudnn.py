@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from roxxel_dist.cluster import jax_private
-from roxxel_dist.model.attention.blocked import Blocks, over_keys
+from roxxel_dist.model.attention.blocked import Blocks, over_keys, with_gradients
 from roxxel_dist.model.attention.mask import LANES, RESIDUALS, Mask, on_own_rows, pad_tokens
 
 LONGEST_BIAS = 2048
@@ -24,12 +24,7 @@ UNSEEN = -(2.0**41)
 """The bias of a pair that is masked: cuDNN is wrong in the difference of two numbers that are much further below 0."""
 
 
-def cudnn_attention(
-    q_BxLxHxK: jax.Array,
-    k_BxLxGxK: jax.Array,
-    v_BxLxGxV: jax.Array,
-    mask: Mask,
-) -> jax.Array:
+def cudnn_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.Array, mask: Mask) -> jax.Array:
     """Causal attention, [B, L, H, V], each device on its own rows and heads. `mask`: without a cap.
 
     Arguments are bfloat16, of any length: tokens that are put behind the last are seen by none of the others.
@@ -48,7 +43,7 @@ def cudnn_attention(
             return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
 
         each = mask.labels(blocks)
-        out: Any = _in_pairs(blocks(q), blocks(k), blocks(v), Blocks.between(jnp.arange(count), size, each, each))
+        out = _in_pairs(blocks(q), blocks(k), blocks(v), Blocks.between(jnp.arange(count), size, each, each))
         return jnp.moveaxis(out, 0, 1).reshape(q.shape)
 
     return on_own_rows(local, q, k, v, mask.scaled(q_BxLxHxK.shape[-1]).pad(count * size))[:, :length, :, :values]
@@ -185,20 +180,4 @@ def pairs_backward(
     return d_q, d_k, d_v
 
 
-@jax.custom_vjp
-def _in_pairs(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks) -> jax.Array:
-    return _in_pairs_forward(q, k, v, at)[0]
-
-
-def _in_pairs_forward(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks) -> tuple[jax.Array, Any]:
-    out, log_sums = checkpoint_name(pairs_forward(q, k, v, at, k.shape[0]), RESIDUALS)
-    return out, (q, k, v, at, out, log_sums)
-
-
-def _in_pairs_backward(kept: Any, d_out: jax.Array) -> Any:
-    q, k, v, at, out, log_sums = kept
-    d_q, d_k, d_v = pairs_backward(q, k, v, at, out, log_sums, d_out, k.shape[0])
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
-
-
-_in_pairs.defvjp(_in_pairs_forward, _in_pairs_backward)
+_in_pairs = with_gradients(pairs_forward, pairs_backward)

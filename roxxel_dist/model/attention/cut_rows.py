@@ -293,15 +293,7 @@ def splash_program(cut: RowCut, heads: int, mask: Mask, *, interpret: bool) -> A
     return splash_kernel(near, heads, cut.size, mask.cap, devices, interpret=interpret)
 
 
-def _local_splash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: Mask,
-    program: Any,
-    *,
-    cut: RowCut,
-) -> jax.Array:
+def _local_splash(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, program: Any, *, cut: RowCut) -> jax.Array:
     """`_local`, for queries [B, tokens, H, K], by splash attention."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

@@ -38,12 +38,7 @@ def splash_kernel(
 
 
 def splash_attention(
-    q_BxLxHxK: jax.Array,
-    k_BxLxGxK: jax.Array,
-    v_BxLxGxV: jax.Array,
-    mask: Mask,
-    *,
-    interpret: bool = False,
+    q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.Array, mask: Mask, *, interpret: bool = False
 ) -> jax.Array:
     """`blocked_attention` by splash attention: jax's kernel for TPUs, each device on its own rows and heads.
 

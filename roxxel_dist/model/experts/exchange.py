@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from roxxel_dist.cluster.mesh import EXPERT
-from roxxel_dist.devices.program_cost import MEAN_TRIPS
+from roxxel_dist.devices.traced_flops import MEAN_TRIPS
 from roxxel_dist.model.experts.grouped_products import TPU_ROWS
 
 ROOM = 9 / 8

@@ -7,8 +7,7 @@ from typing import Any
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.figures import PhaseEstimate
-from roxxel_dist.run.estimate.target_phases import rebuild
-from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, measure_step
+from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, measure_step, rebuild
 from roxxel_dist.train.step.throughput import device_bytes
 from roxxel_dist.utils.display import size
 

@@ -1,38 +1,56 @@
-"""How a run is best divided over the devices of a target: its compiler is asked about each layout that makes sense."""
+"""How a run is best divided over the devices of a target: its compiler is asked about each layout that makes sense.
+
+A compiler of accelerators takes minutes for a deep model, and most layouts are far from the best. So the order in which
+they are compiled, and what cannot fit, is found without it: from the parts of arrays that devices hold and send.
+"""
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from roxxel_dist.cluster.mesh import batch_sharding
+import jax
+from jax.sharding import Mesh
+
+from roxxel_dist.cluster.mesh import EXPERT, TENSOR, batch_sharding, row_axes
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.devices.targets import GPUS, Target, parse_target
+from roxxel_dist.devices.accelerators import accelerator
+from roxxel_dist.devices.targets import Target, hosts_of, parse_target
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.figures import EstimateRequest
 from roxxel_dist.run.estimate.inputs import for_target, open_components, plan_of, spans
-from roxxel_dist.run.estimate.layout_estimate import estimated_seconds, least_bytes
 from roxxel_dist.run.estimate.problems import checkpointing
-from roxxel_dist.run.estimate.target_phases import COMPILED_AT_ONCE, rebuild
+from roxxel_dist.run.estimate.step_costs import link_seconds
 from roxxel_dist.run.estimate.target_process import Report
-from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetStep, measure_step
+from roxxel_dist.run.estimate.target_steps import COMPILED_AT_ONCE, TargetCompiler, TargetStep, measure_step, rebuild
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.resume import last_step
 from roxxel_dist.train.step.batch_layout import batch_layout
 from roxxel_dist.train.step.throughput import device_bytes
 from roxxel_dist.train.steps import Steps
 
-TENSOR = (1, 2, 4, 8)
+TENSOR_SIZES = (1, 2, 4, 8)
 """Devices along the tensor axis: with more the products of a device are small, and each layer sends more."""
-MOST_BLOCKS = {"tpu": 48, "gpu": 120}
-"""So many blocks are compiled in all, in steps that fit: about four minutes of two cores. A compiler of TPUs takes 35 s
-of one for a step and 6 s for each of its blocks, one of GPUs 23 s for 12 blocks."""
+MOST_COMPILED = 8
+"""Layouts that fit, of which the step is compiled."""
+BUDGET_S = 480.0
+"""CPU time of all compilations, four minutes of two cores: no further one begins that would probably end later."""
+DEEP = 8
+"""Of a model with more blocks the steps are compiled with scan_layers, one block for all: a compiler of TPUs takes 35 s
+for a step and 6 s for each block, one of GPUs 5 s and 1 s, and 3 s for each block of experts."""
+TOUCHED = 24
+"""How often a block reads or writes a number of each token and feature that devices along "tensor" do not share: norms,
+residuals and their gradients, as compilers fuse them."""
+KEPT = {False: 4, "products": 3, True: 1}
+"""Numbers of each token and feature that a block keeps for the backward pass at least, by `gradient_checkpointing`."""
 UNDIVIDED: Mapping[str, Any] = {"fsdp": False, "fsdp_devices": 0, "tensor_devices": 1, "expert_devices": 1}
 
 
@@ -148,14 +166,20 @@ def compare(target: TargetCompiler, components: RunComponents, run: Path | None 
     flops = alone.flops("training", batch)
 
     asked = _Question(target, components, plan, stop - 1, batch, flops)
-    made = [asked.prepared(fields) for fields in ways(components.config, mesh.size, target.hosts)]
+    scanned = scanned_fields(components.config)
+    made = [asked.prepared(fields | scanned) for fields in ways(components.config, mesh.size, target.hosts)]
     left = sorted((each for each in made if each is not None), key=lambda each: each.cost.estimated_seconds or 0)
-    enough, found = most_compiled(components.config, target.target.kind), list[LayoutCost]()
+    found, longest = list[LayoutCost](), 0.0
     with ThreadPoolExecutor(COMPILED_AT_ONCE, "roxxel-target") as pool:
         try:
-            while left and (wanted := enough - sum(each.fits for each in found)) > 0:
-                found += pool.map(asked.compiled, left[:wanted])
-                del left[:wanted]
+            while left and (wanted := MOST_COMPILED - sum(each.fits for each in found)) > 0:
+                begun = time.process_time()
+                if begun + longest > BUDGET_S and found:
+                    break
+                now = min(wanted, COMPILED_AT_ONCE)
+                found += pool.map(asked.compiled, left[:now])
+                del left[:now]
+                longest = max(longest, time.process_time() - begun)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # none of the others is begun
             raise
@@ -173,16 +197,16 @@ def compare(target: TargetCompiler, components: RunComponents, run: Path | None 
     )
 
 
-def most_compiled(config: Any, kind: str) -> int:
-    """How many layouts that fit are compiled: two at least, of which each core has one."""
-    blocks = 1 if config.scan_layers or config.model is not None else config.num_blocks
-    return max(2, min(MOST_BLOCKS["gpu" if kind in GPUS else "tpu"] // blocks, len(TENSOR) * 2))
+def scanned_fields(config: Any) -> dict[str, Any]:
+    """What makes the program of a deep model as short as that of one block, with the same numbers."""
+    is_deep = config.num_blocks > DEEP and config.model is None
+    return {"scan_layers": True} if is_deep and not config.scan_layers else {}
 
 
 def ways(config: Any, devices: int, hosts: int) -> Iterator[dict[str, Any]]:
     """The fields of layouts that make sense on so many devices: parameters whole, cut over the devices of a host, and
     cut over all; each with matrices whole and divided, and of a mixture with its experts on few devices and on many."""
-    for tensor in TENSOR:
+    for tensor in TENSOR_SIZES:
         if devices % tensor or (tensor > 1 and config.model is not None):
             continue
         divided = {} if tensor == 1 else {"tensor_devices": tensor}
@@ -249,9 +273,80 @@ class _Question(NamedTuple):
             tried = self.prepared({**way.cost.fields, **saver}) if saver else way
             if tried is None or not self.may_fit(tried):
                 continue
+            if found.step is not None and time.process_time() > BUDGET_S:
+                return dataclasses.replace(way.cost, is_open=True)
             what = f"the training step with {tried.cost.lines}"
             step, _ = measure_step(self.target, what, tried.steps, "training", self.batch, self.flops, tried.steps)
             found = dataclasses.replace(tried.cost, step=step)
             if found.fits:
                 break
         return found
+
+
+class _Links:
+    """What a device sends in collectives."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.sent = self.network = 0.0
+        self._hosts = dict(zip(mesh.devices.flat, hosts_of(list(mesh.devices.flat)), strict=True))
+
+    def add(self, axes: Sequence[str], passes: float, whole: float) -> None:
+        """Of a ring along these axes, in which an array of `whole` bytes goes round so often: 2 for a sum."""
+        place = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
+        group = list(self.mesh.devices[place].flat) if axes else []
+        if len(group) <= 1:
+            return
+        self.sent += passes * whole * (len(group) - 1) / len(group)
+        members = Counter(self._hosts[device] for device in group)
+        if len(members) > 1:
+            self.network += passes * whole * (len(members) - 1) / len(members) / max(members.values())
+
+
+def _tokens(mesh: Mesh, batch: Any) -> float:
+    """Of a device."""
+    rows, length = jax.tree.leaves(batch)[0].shape
+    pieces = mesh.size // mesh.shape.get(TENSOR, 1)
+    return rows * length / pieces
+
+
+def estimated_seconds(config: Any, mesh: Mesh, args: tuple[Any, ...], flops: float) -> float | None:
+    """About what a step of the built-in model takes; None for devices that no table knows.
+
+    Args:
+        config: of the run.
+        mesh: of the layout.
+        args: (state, hparams, batch) of the step, as shapes with shardings.
+        flops: of the same step on one device.
+    """
+    known = accelerator(mesh.devices.flat[0].device_kind)
+    if known is None:
+        return None
+    state, _, batch = args
+    links, used = _Links(mesh), 0.0
+    rows, numbers = row_axes(mesh), 2 if config.bf16_compute or config.use_bf16 else 4
+    for leaf in state.params.values():
+        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in leaf.sharding.spec)
+        cut = {axis for entry in entries for axis in entry if axis}
+        gathered = [axis for axis in rows if axis in cut and axis != EXPERT]
+        own = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        whole = own * math.prod(mesh.shape[axis] for axis in gathered)
+        used += whole * numbers
+        links.add(gathered, 2, whole * numbers)  # parameters, forward and backward
+        links.add(gathered, 1, whole * 4)
+        links.add([axis for axis in rows if axis not in cut], 2, own * 4.0)
+    tokens = _tokens(mesh, batch) * config.dim * numbers
+    links.add([TENSOR], 2 * 4 * config.num_blocks, tokens)
+    if config.use_moe:
+        links.add([EXPERT], 4 * config.num_blocks, tokens * config.top_k_mlp * 9 / 8)
+    touched = 2 * device_bytes(args) + 3 * used + TOUCHED * config.num_blocks * tokens
+    compute = flops / mesh.size / (known.tera_flops * 1e12)
+    return compute + touched / (known.gigabytes_per_s * 1e9) + link_seconds(known, links.sent, links.network)
+
+
+def least_bytes(config: Any, mesh: Mesh, args: tuple[Any, ...]) -> float:
+    """Memory of a device that a step of the built-in model needs at least: its state, and what a micro-batch keeps."""
+    numbers = 2 if config.bf16_compute or config.use_bf16 else 4
+    kept = KEPT[config.gradient_checkpointing] * config.num_blocks * config.dim * numbers
+    tensor = mesh.shape.get(TENSOR, 1)
+    return device_bytes(args) + kept * _tokens(mesh, args[-1]) / max(1, config.grad_accum) / tensor

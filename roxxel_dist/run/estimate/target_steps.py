@@ -4,7 +4,8 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,9 +13,11 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from roxxel_dist.cluster.jax_private import assume_compute_capability
 from roxxel_dist.cluster.mesh import one_device
+from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.devices.program_cost import ProgramCost, program_cost
 from roxxel_dist.devices.targets import GPUS, Target, hosts_of, is_too_large, memory_in
+from roxxel_dist.run.components import RunComponents, build_components
 from roxxel_dist.run.estimate.step_costs import (
     COMPUTE,
     LINKS,
@@ -26,9 +29,11 @@ from roxxel_dist.run.estimate.step_costs import (
     summed,
 )
 from roxxel_dist.run.estimate.target_process import Report
+from roxxel_dist.settings.config import Config
 from roxxel_dist.train.exact.calls import Key, key_of
 from roxxel_dist.train.step.compile import Composite, StepMemory, mesh_of
 from roxxel_dist.train.steps import Kind, Steps
+from roxxel_dist.train.validation.evaluator import Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +45,21 @@ class TargetStep:
     device_bytes: int | None
     """The memory that a device has for it."""
     fits: bool
-    flops_per_device: float | None
+    flops_per_device: float | None = None
     """Of matrix products, convolutions and attention."""
-    flops_ratio: float | None
+    flops_ratio: float | None = None
     """`flops_per_device` x devices / FLOPs of the same step on one device: 1.0 if no device repeats another's work."""
-    collectives: Mapping[str, float]
+    collectives: Mapping[str, float] = field(default_factory=dict)
     """Kind -> bytes that a device sends."""
-    gathered: Mapping[str, float]
+    gathered: Mapping[str, float] = field(default_factory=dict)
     """Arrays that each device puts together from the parts of several: type and parts, as "bf16[64,512] x 4" -> bytes
     of the whole."""
-    bound_seconds: Mapping[str, float]
+    bound_seconds: Mapping[str, float] = field(default_factory=dict)
     """"compute", "memory" and "links": the least time that each takes, by data sheets; the step takes the longest of
     them at least."""
-    costs: tuple[PartCost, ...]
+    costs: tuple[PartCost, ...] = ()
     """Each part of the step with all its kernels at the limit of the device, the longest first."""
-    roofline_seconds: float | None
+    roofline_seconds: float | None = None
     """Their sum: what the step takes if each kernel is as fast as data sheets allow, and none overlaps another."""
     compile_seconds: float
 
@@ -63,7 +68,7 @@ class TargetStep:
 class TargetPhase(TargetStep):
     """The training step of a phase, and its validation step."""
 
-    validation: TargetStep | None
+    validation: TargetStep | None = None
     """None without validation."""
 
 
@@ -114,20 +119,8 @@ class TargetCompiler:
         seconds = time.perf_counter() - start
         if program is None:
             needs, _ = memory_in(message)
-            step = TargetStep(
-                peak_bytes=needs,
-                device_bytes=self.device_bytes,
-                fits=False,
-                flops_per_device=None,
-                flops_ratio=None,
-                collectives={},
-                gathered={},
-                bound_seconds={},
-                costs=(),
-                roofline_seconds=None,
-                compile_seconds=seconds,
-            )
-            return step, None
+            known = {"device_bytes": self.device_bytes, "fits": False, "compile_seconds": seconds}
+            return TargetStep(peak_bytes=needs, **known), None
         cost = program_cost(program.as_text(), hosts_of(list(mesh.devices.flat)))
         peak, device_kind = StepMemory.of_program(program).peak, mesh.devices.flat[0].device_kind
         costs = costs_of(cost, device_kind)
@@ -244,3 +237,57 @@ def bounds(cost: ProgramCost, device_kind: str) -> dict[str, float]:
         MEMORY: cost.bytes_accessed / (known.gigabytes_per_s * 1e9),
         LINKS: link_seconds(known, sum(cost.collectives.values()), cost.network_bytes),
     }
+
+
+COMPILED_AT_ONCE = 2
+"""The compilers use few threads each; more programs at once would need more memory than most machines have."""
+
+
+def on_target(
+    target: TargetCompiler,
+    components: RunComponents,
+    steps: Steps,
+    plan: Plan,
+    last_steps: Sequence[int],
+    batches: Sequence[Any],
+    validation: Validation,
+) -> list[tuple[StepMemory | None, TargetPhase]]:
+    """For each phase (the memory of its training step or None if it does not fit, what its steps cost), by the target's
+    compiler; of a phase there is one step, from 0, and its batch."""
+    alone, shapes = steps.on_one_device(), [plan.segment(step).shape for step in last_steps]
+
+    def make_simulated(mesh: Mesh) -> Steps:
+        # Kernels of the target cannot be traced for simulated devices; they change no number of calls.
+        config = dataclasses.replace(components.config, attention="xla")
+        return rebuild(config, components).steps(mesh, plan.total_steps)
+
+    simulated = steps.simulated(make_simulated)
+
+    def measure(what: str, kind: Kind, batch: Any) -> tuple[TargetStep, StepMemory | None]:
+        return measure_step(target, what, steps, kind, batch, alone.flops(kind, batch), simulated)
+
+    with ThreadPoolExecutor(COMPILED_AT_ONCE, "roxxel-target") as pool:
+        trained, validated, programs = list[Future[Any]](), list[Future[Any] | None](), dict[Any, Future[Any]]()
+        for step, shape, batch in zip(last_steps, shapes, batches, strict=True):
+            what = f"step of phase {plan.phase(step) + 1} ({shape.batch_size:,} rows x {shape.seq_len:,} tokens)"
+            trained.append(pool.submit(measure, f"the training {what}", "training", batch))
+            rows, key = validation.batch(shape), validation.text(shape)
+            if rows is not None and key not in programs:  # phases with rows of one length share it
+                programs[key] = pool.submit(measure, f"the validation {what}", "validation", rows)
+            validated.append(programs.get(key))
+        found: list[tuple[StepMemory | None, TargetPhase]] = []
+        try:
+            for training, other in zip(trained, validated, strict=True):
+                step, needs = training.result()
+                evaluated = None if other is None else other.result()[0]
+                found.append((needs, TargetPhase(**vars(step), validation=evaluated)))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # none of the others is begun
+            raise
+    return found
+
+
+def rebuild(config: Config, components: RunComponents, devices: Sequence[Any] | None = None) -> RunComponents:
+    """The components of a changed config, with the schedule of those that there are."""
+    made = build_components(config, components.data, devices=devices)
+    return dataclasses.replace(made, optimizer=components.optimizer)

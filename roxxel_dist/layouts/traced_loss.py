@@ -1,0 +1,185 @@
+"""The loss of a model as jax traces it on one device, and what is read from it; nothing is computed.
+
+That is the order in which the backward pass finishes the gradients of parameters, and the lines of the user's code that
+draw random numbers.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from roxxel_dist.layouts.device_count import devices_of
+from roxxel_dist.layouts.layout import Layout
+from roxxel_dist.layouts.one_step import Weights
+from roxxel_dist.model.split import Leaves
+from roxxel_dist.train.step.state import StateBuilder
+from roxxel_dist.train.step.step import LossFn, measure
+
+Place = tuple[int, ...]
+"""The number of an equation; inside a loop or a called function those of all around it, outermost first."""
+_NAMES = (
+    "convert_element_type reshape transpose squeeze broadcast_in_dim expand_dims slice dynamic_slice concatenate "
+    "sharding_constraint copy copy_p reduce_precision stop_gradient optimization_barrier pvary pcast"
+)
+COPIES = frozenset(_NAMES.split(" "))
+"""Equations whose result is the parameter still: it is used where that is."""
+PACKAGE = Path(__file__).parents[1]
+CALLS = ("jit", "pjit")
+"""Equations whose inside jax keeps from an earlier call, so its lines are those of that call."""
+
+
+def backward_order(jaxpr: Any, names: list[str]) -> list[str]:
+    """The parameters in the order in which the backward pass finishes their gradients.
+
+    The backward pass goes through the equations from the last to the first. The gradient of a parameter is a sum over
+    all of its uses, so it is complete at its first use: those that are used first at the latest place come first.
+
+    Args:
+        jaxpr: of the loss; its first inputs are the parameters.
+        names: of these.
+
+    Returns:
+        The names; those that are not used are last.
+    """
+    first: dict[str, Place] = {}
+    _walk_uses(jaxpr, dict(zip(jaxpr.invars, ([name] for name in names), strict=False)), (), first)
+    known = [name for name in names if name in first]
+    return sorted(known, key=lambda name: first[name], reverse=True) + [name for name in names if name not in first]
+
+
+def _walk_uses(jaxpr: Any, holds: Mapping[Any, list[str]], place: Place, first: dict[str, Place]) -> list[list[str]]:
+    """Note the first use of each parameter; returns the parameters that the results of the jaxpr are copies of."""
+    held = dict(holds)
+
+    def of(atom: Any) -> list[str]:
+        return [] if isinstance(atom, Literal) else held.get(atom, [])
+
+    for number, eqn in enumerate(jaxpr.eqns):
+        if not any(of(atom) for atom in eqn.invars):
+            continue
+        here = (*place, number)
+        inner = [(sub, eqn.invars[len(eqn.invars) - len(sub.invars) :]) for sub in inner_jaxprs(eqn)]
+        for sub, atoms in inner:
+            results = _walk_uses(
+                sub, {var: of(atom) for var, atom in zip(sub.invars, atoms, strict=False)}, here, first
+            )
+            for var, names in zip(eqn.outvars, results, strict=False):
+                held[var] = held.get(var, []) + names
+        if inner:
+            continue
+        used = [name for atom in eqn.invars for name in of(atom)]
+        if eqn.primitive.name in COPIES:
+            held |= dict.fromkeys(eqn.outvars, used)
+            continue
+        for name in used:
+            first.setdefault(name, here)
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The jaxprs inside an equation that take the last of its inputs, all of them in most."""
+    found: list[Any] = []
+    for value in eqn.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            sub = getattr(each, "jaxpr", each)
+            if hasattr(sub, "eqns") and len(sub.invars) <= len(eqn.invars):
+                found.append(sub)
+    return found
+
+
+def coarsest(jaxpr: Any) -> float:
+    """The unit roundoff of the coarsest floating type that a jaxpr computes in: 2^-24 of float32, 2^-8 of bfloat16."""
+    text = str(jaxpr)
+    if "bf16[" in text:
+        return 2.0**-8
+    return 2.0**-11 if "f16[" in text else 2.0**-24
+
+
+def loss_jaxpr(model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any) -> Any:
+    """The jaxpr of the minimized loss; its first inputs are named by `first_inputs`."""
+    with jax.set_mesh(layout.mesh), devices_of(layout.mesh):
+        builder = StateBuilder.of_model(model, lambda params: {}, layout.mesh)
+        split, rest = builder.split, builder.shapes[0].rest
+
+        def loss_of(params: Leaves, rest: Leaves, hparams: Leaves, batch: Any) -> jax.Array:
+            return measure(loss_fn, split.merge(params, rest, hparams, training=True), batch).minimized
+
+        def shape(value: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+        hparams = {name: jnp.asarray(value) for name, value in weights.hparams.items()}
+        args = weights.params, rest, hparams, batch
+        return jax.make_jaxpr(loss_of)(*jax.tree.map(shape, args)).jaxpr
+
+
+def first_inputs(weights: Weights) -> list[str]:
+    """The names of the first inputs of `loss_jaxpr`: the parameters, and then the rest of the state, each sorted."""
+    return [*sorted(weights.params), *sorted(weights.rest)]
+
+
+def text_of(jaxpr: Any) -> str:
+    """A jaxpr as text, without the addresses of functions, which are others in each trace."""
+    return re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+
+
+def draw_lines(jaxpr: Any, names: Sequence[str], streams: frozenset[str]) -> dict[str, list[str]]:
+    """stream -> "net.py:12" of each draw from it, in the order of the loss; without those of packages.
+
+    Args:
+        jaxpr: of the loss.
+        names: of its first inputs.
+        streams: those of them that are random keys.
+    """
+    found: dict[str, list[str]] = {}
+    held = {var: {name} for var, name in zip(jaxpr.invars, names, strict=False) if name in streams}
+    _walk_draws(jaxpr, held, "", found)
+    return {name: list(dict.fromkeys(line for line in lines if line)) for name, lines in found.items()}
+
+
+def _walk_draws(jaxpr: Any, held: Mapping[Any, set[str]], call: str, found: dict[str, list[str]]) -> list[set[str]]:
+    """Note each draw; returns the streams that the results of the jaxpr are keys of. `call`: the line of a call."""
+    keys = dict(held)
+
+    def of(atom: Any) -> set[str]:
+        return set() if isinstance(atom, Literal) else keys.get(atom, set())
+
+    for eqn in jaxpr.eqns:
+        streams = set[str]().union(*map(of, eqn.invars))
+        if not streams:
+            continue
+        line = call or _line(eqn)
+        if eqn.primitive.name == "random_bits":
+            for name in streams:
+                found.setdefault(name, []).append(line)
+            continue
+        subs = inner_jaxprs(eqn)
+        for sub in subs:
+            atoms = eqn.invars[len(eqn.invars) - len(sub.invars) :]
+            own = {var: of(atom) for var, atom in zip(sub.invars, atoms, strict=False)}
+            results = _walk_draws(sub, own, line if eqn.primitive.name in CALLS else call, found)
+            for var, names in zip(eqn.outvars, results, strict=False):
+                keys[var] = keys.get(var, set()) | names
+        if not subs:
+            keys |= {var: streams for var in eqn.outvars if _may_be_key(var.aval)}
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+def _may_be_key(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == np.uint32)
+
+
+def _line(eqn: Any) -> str:
+    """The line of the user's code that made an equation; empty where packages alone did."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    for frame in getattr(traceback, "frames", ()):
+        path = Path(frame.file_name)
+        if path.is_file() and "site-packages" not in path.parts and PACKAGE not in path.parents:
+            return f"{path.name}:{frame.line_num}"
+    return ""
