@@ -83,8 +83,9 @@ class Subject:
     @property
     def capacity_factor(self) -> float | None:
         """That of the built-in model's experts, if they have a capacity."""
-        built_in = isinstance(self.model, Transformer | TransformerBuilder)
-        return self.model.config.expert_capacity_factor if built_in else None
+        if isinstance(self.model, Transformer | TransformerBuilder):
+            return self.model.config.expert_capacity_factor
+        return None
 
     @property
     def has_own_optimizer(self) -> bool:

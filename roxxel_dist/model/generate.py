@@ -378,7 +378,7 @@ def _uncached(
     window[0, : len(prompt)] = prompt
     places = _places(state)
     # A model of the user's own may name the axes of a mesh, as in training.
-    with jax.set_mesh(make_mesh(devices=[*places])) if len(places) == 1 else contextlib.nullcontext():
+    with jax.set_mesh(make_mesh(devices=[*places])) if len(places) == 1 else _mesh_of(state):
         out = _continue(graphdef, state, window, np.int32(len(prompt)), np.int32(count), inputs)
     return np.asarray(out)[0, len(prompt) : length].tolist()
 

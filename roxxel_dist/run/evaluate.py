@@ -306,6 +306,8 @@ def _tokenizer(run: Path, data: Roxxel) -> Tokenizer | None:
 def _mesh(components: RunComponents) -> Mesh:
     """The devices: as many as the run had, or all devices if there are fewer, or the run's number does not divide.
 
+    All devices share experts and matrices as in the run, or as far as their number allows.
+
     With virtual shards any number gives the same bits, and there is one device for each of them at most.
     """
     config, here, shards = components.config, len(jax.devices()), components.options.virtual_shards
@@ -314,7 +316,8 @@ def _mesh(components: RunComponents) -> Mesh:
         return dataclasses.replace(components, config=config).mesh()
     groups = config.tensor_devices * config.expert_devices * max(1, config.fsdp_devices if config.fsdp else 1)
     if config.n_devices > here or (config.n_devices or here) % groups:
-        return make_mesh()
+        tensor = math.gcd(config.tensor_devices, here)
+        return make_mesh(expert=math.gcd(config.expert_devices, here // tensor), tensor=tensor)
     return components.mesh()
 
 
