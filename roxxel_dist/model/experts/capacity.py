@@ -1,6 +1,6 @@
 """A capacity of experts: of the choices of a row each takes the first ones, and drops the rest.
 
-Lepikhin et al., "GShard", 2020; Fedus et al., "Switch Transformers", 2021. Decision 21.
+Lepikhin et al., "GShard", 2020; Fedus et al., "Switch Transformers", 2021. Decision 13.
 """
 
 import math
