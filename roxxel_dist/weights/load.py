@@ -241,7 +241,9 @@ def mesh_for_text(config: Config, asked: Mapping[str, int | None]) -> tuple[Mesh
         if asked.get(name) is None and (wanted := getattr(config, name)) > 1:
             sizes[name] = largest_divisor(wanted, len(here) // math.prod(sizes.values()))
             if sizes[name] < wanted:
-                cut.append(f"{name} is {sizes[name]} here, and was {wanted} in the run: it has {len(here)} device(s)")
+                cut.append(
+                    f"{name} is {sizes[name]}, and was {wanted} in the run: this process has {len(here)} device(s)"
+                )
     experts = sizes["expert_devices"]
     if config.model is None and experts > 1 and (not config.use_moe or config.n_experts % experts):
         count = config.n_experts if config.use_moe else 0

@@ -40,11 +40,11 @@ def test_the_text_is_that_of_one_device(run, capsys, monkeypatch, flags):
     ("asked", "there", "experts", "attention", "line"),
     [
         ({}, 8, 4, 1, ""),
-        ({}, 3, 2, 1, "expert_devices is 2 here, and was 4 in the run: it has 3 device(s)"),
-        ({}, 1, 1, 1, "expert_devices is 1 here, and was 4 in the run: it has 1 device(s)"),
+        ({}, 3, 2, 1, "expert_devices is 2, and was 4 in the run: this process has 3 device(s)"),
+        ({}, 1, 1, 1, "expert_devices is 1, and was 4 in the run: this process has 1 device(s)"),
         ({"expert_devices": 1}, 8, 1, 1, ""),
         ({"expert_devices": 2, "fsdp_devices": 2, "tensor_devices": 2}, 8, 8, 4, ""),
-        ({"tensor_devices": 4}, 8, 8, 4, "expert_devices is 2 here, and was 4"),
+        ({"tensor_devices": 4}, 8, 8, 4, "expert_devices is 2, and was 4"),
     ],
 )
 def test_each_device_has_its_part(run, monkeypatch, asked, there, experts, attention, line):
