@@ -119,6 +119,12 @@ class GenerateArgs:
     """Step of the checkpoint. Default: the newest."""
     best: bool = False
     """The checkpoint with the lowest val_loss."""
+    expert_devices: int | None = None
+    """Devices that share the experts. Default: as in the run, or as many of these as are here."""
+    tensor_devices: int | None = None
+    """Devices that share each matrix. Default: as in the run, or as many of these as are here."""
+    fsdp_devices: int | None = None
+    """Devices that share the other parameters, which are gathered for each token. Default: 1."""
 
 
 def generate(words: list[str]) -> int:
@@ -136,7 +142,10 @@ def generate(words: list[str]) -> int:
         make_devices()
         enable_compilation_cache()
         notes: list[str] = []
-        model = Generator(args.run_dir, best=args.best, step=args.step, say=notes.append)
+        devices: dict[str, Any] = {
+            name: getattr(args, name) for name in ("expert_devices", "tensor_devices", "fsdp_devices")
+        }
+        model = Generator(args.run_dir, best=args.best, step=args.step, say=notes.append, **devices)
         how: dict[str, Any] = {
             name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")
         }

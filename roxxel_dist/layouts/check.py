@@ -251,6 +251,8 @@ class _Check:
             return layout_of_mesh(name, subject.mesh, subject.sharding, fsdp=subject.fsdp)
         if name == "experts" and EXPERT not in self._weights.axes:
             return f"no parameter names the axis {EXPERT!r}"
+        if name == "packing" and (factor := subject.capacity_factor) is not None:
+            return f"expert_capacity_factor is {factor}: experts take so many choices of a row, and packed rows differ"
         return layout_of(name, self._devices)
 
     def _batch(self, name: BatchName) -> Any:

@@ -81,6 +81,13 @@ class Subject:
         return not built_in or self.loss not in (token_losses, next_token_loss)
 
     @property
+    def capacity_factor(self) -> float | None:
+        """That of the built-in model's experts, if they have a capacity."""
+        if isinstance(self.model, Transformer | TransformerBuilder):
+            return self.model.config.expert_capacity_factor
+        return None
+
+    @property
     def has_own_optimizer(self) -> bool:
         """Whether the optimizer is the user's."""
         return not isinstance(self.optimizer, NamedOptimizer) or self.optimizer.own is not None

@@ -194,6 +194,9 @@ class FeedForwardConfig:
     """Divide the weights of a token's experts by their sum, as Mixtral does, where top_k_mlp is above 1."""
     alpha_balance: float = 0.01
     """Auxiliary loss coefficient of use_moe: weight of the loss that balances the load of the experts."""
+    expert_capacity_factor: float | None = None
+    """Capacity factor of use_moe, while training: of each row an expert takes at most this many times its even share of
+    the tokens' choices, the first ones, and drops the rest. Default: no capacity, no token is dropped."""
 
     def __post_init__(self) -> None:
         check_sizes({"expansion": self.expansion, "hidden_dim": self.hidden_dim})
@@ -211,6 +214,7 @@ class FeedForwardConfig:
             raise UserError(
                 f"alpha_balance is {self.alpha_balance}: it must be a number of at least 0; 0 leaves the balance alone"
             )
+        check_positive({"expert_capacity_factor": self.expert_capacity_factor})
 
 
 LoraTargets = Literal["attention", "mlp", "all"]

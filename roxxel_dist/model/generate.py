@@ -199,7 +199,7 @@ def generate_rows(
         ]
     else:
         options = partial(sampling_inputs, sampling, stop_ids=stop_ids, known_V=known_V)
-        with _mesh_of(state):
+        with mesh_of(state):
             running, options = _begin(graphdef, state, kept, max_context, seeds, options)
             until_B = np.zeros(running.done_B.shape, np.int32)
             until_B[: len(room)] = room
@@ -232,11 +232,11 @@ def stream(
         return
     graphdef, state = _evaluating(model)
     options = partial(sampling_inputs, sampling, stop_ids=stop_ids, known_V=known_V)
-    with _mesh_of(state):
+    with mesh_of(state):
         running, inputs = _begin(graphdef, state, [kept], max_context, [seed], options)
     for i in range(min(max_new_tokens, max_context - len(kept))):
         if i:
-            with _mesh_of(state):
+            with mesh_of(state):
                 running = _decode(graphdef, state, running, np.full(1, i + 1, np.int32), inputs)
         token = int(running.token_B[0])
         if token in stop_ids:
@@ -321,7 +321,7 @@ def _mesh_for(state: Any, rows: int, length: int) -> Mesh | None:
     return phase_mesh(make_mesh(devices=devices), rows) if len(devices) > 1 else None
 
 
-def _mesh_of(state: Any) -> contextlib.AbstractContextManager[Any]:
+def mesh_of(state: Any) -> contextlib.AbstractContextManager[Any]:
     """Sets the mesh that a model is divided over, if it is: its layers then find their devices, as in training."""
     for leaf in jax.tree.leaves(state):
         sharding = getattr(leaf, "sharding", None)
@@ -378,7 +378,7 @@ def _uncached(
     window[0, : len(prompt)] = prompt
     places = _places(state)
     # A model of the user's own may name the axes of a mesh, as in training.
-    with jax.set_mesh(make_mesh(devices=[*places])) if len(places) == 1 else contextlib.nullcontext():
+    with jax.set_mesh(make_mesh(devices=[*places])) if len(places) == 1 else mesh_of(state):
         out = _continue(graphdef, state, window, np.int32(len(prompt)), np.int32(count), inputs)
     return np.asarray(out)[0, len(prompt) : length].tolist()
 

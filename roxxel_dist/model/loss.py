@@ -30,6 +30,8 @@ END_NATS = "(end nats)"
 """Among the losses of a batch: those of end-of-text, which is no text, in sum."""
 LOAD = "expert_load"
 """Among the losses of a batch: float32[layers, experts], the share of the tokens' choices that each expert has."""
+DROPPED = "expert_dropped"
+"""Among the losses of a batch: float32[], the share of the tokens' choices that experts drop."""
 LEAST_TOKENS = 2048
 """Of such a chunk on an accelerator, though they take more. Each chunk of C tokens reads and writes the gradient of the
 output's matrix, 8 D V bytes in float32, beside its three products, 6 C D V FLOPs: on an H200 (4.8 TB/s, 989 TFLOP/s)
@@ -58,7 +60,8 @@ def token_losses(model: nnx.Module, batch: Any, *, end: int | None = None) -> di
     With packed documents also "loss_weight": float32[], the number of tokens in the mean, which is its weight in
     gradient accumulation, and "row_weight": float32[B], the same of each row. With a `Transformer` with experts or
     `z_loss` also "balance_loss": float32[], which training adds to the loss: the balance of its experts, plus z_loss x
-    the mean of the squared logarithms of the softmax's sums; with experts `LOAD`. With `end`, the id of end-of-text,
+    the mean of the squared logarithms of the softmax's sums; with experts `LOAD`, and in training with a capacity
+    `DROPPED`. With `end`, the id of end-of-text,
     also `END_NATS`: float32[], the sum of the losses of that token, in the mean as all others.
 
     For a model of your own it is a loss that is cut as the phase's rows are. Where the model has two methods more, it
@@ -98,6 +101,8 @@ def _means(model: Any, batch: Any, end: int | None, *, minimized: bool) -> dict[
             more["balance_loss"] = of_experts.loss
         if of_experts.load is not None:
             more[LOAD] = of_experts.load
+        if of_experts.dropped is not None:
+            more[DROPPED] = of_experts.dropped.mean()
         z_loss, chunks = model.config.z_loss, chunks_of(model.config, *targets_BxL.shape)
         of_states = *ProductHead.of_output(model.output, model.config.logit_softcap), x_BxLxD
     else:

@@ -23,6 +23,9 @@ class Balance(NamedTuple):
     """float32[]: of a layer 1 where all experts get equally many tokens; of a stack the sum; 0 without experts."""
     load: jax.Array | None = None
     """float32[experts]: of a layer the share of its tokens' choices that each has; of a stack [layers, experts]."""
+    dropped: jax.Array | None = None
+    """float32[]: of a layer the share of these choices that are dropped, where experts have a capacity; of a stack
+    [layers]."""
 
 
 class FeedForward(nnx.Module):

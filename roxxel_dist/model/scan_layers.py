@@ -91,7 +91,7 @@ def run_stack(
             return x_BxLxD, rest
 
         x_BxLxD, (balances, streams) = jax.lax.scan(step, x_BxLxD, (params, streams))
-        balance = Balance(balances.loss.sum(), balances.load)
+        balance = balances._replace(loss=balances.loss.sum())
     elif scan and caches is None and count >= 2 * period:
         x_BxLxD, balance, streams = _scan_periods(run, x_BxLxD, (params, streams), count, period)
     else:
@@ -131,21 +131,22 @@ def _scan_periods(
     def in_periods(leaf: jax.Array) -> jax.Array:
         return leaf[: whole * period].reshape(whole, period, *leaf.shape[1:])
 
-    x_BxLxD, (balances, streams) = jax.lax.scan(step, x_BxLxD, jax.tree.map(in_periods, leaves))
-    streams = jax.tree.map(lambda leaf: leaf.reshape(whole * period, *leaf.shape[2:]), streams)
-    load = jax.tree.map(lambda leaf: leaf.reshape(whole * period, -1), balances.load)
-    if not (left := count - whole * period):
-        return x_BxLxD, Balance(balances.loss.sum(), load), streams
-    last = jax.tree.map(lambda leaf: leaf[whole * period :], leaves)
-    x_BxLxD, (balance, more) = layers(x_BxLxD, _unstacked(last, left))
-    streams = jax.tree.map(lambda *parts: jnp.concatenate(parts), streams, more)
-    load = jax.tree.map(lambda *parts: jnp.concatenate(parts), load, balance.load)
-    return x_BxLxD, Balance(balances.loss.sum() + balance.loss, load), streams
+    x_BxLxD, found = jax.lax.scan(step, x_BxLxD, jax.tree.map(in_periods, leaves))
+    (loss_P, *of_layers), streams = found  # of each period the loss, and what its layers have
+    of_layers, streams = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), (of_layers, streams))
+    loss = loss_P.sum()
+    if left := count - whole * period:
+        last = jax.tree.map(lambda leaf: leaf[whole * period :], leaves)
+        x_BxLxD, ((more, *others), after) = layers(x_BxLxD, _unstacked(last, left))
+        loss += more
+        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), (of_layers, streams), (others, after))
+        of_layers, streams = joined
+    return x_BxLxD, Balance(loss, *of_layers), streams
 
 
 def _of_stack(layers: Sequence[Balance]) -> Balance:
-    losses, loads = zip(*layers, strict=True)
-    return Balance(jnp.asarray(sum(losses)), jax.tree.map(lambda *load: jnp.stack(load), *loads))
+    losses, *others = zip(*layers, strict=True)
+    return Balance(jnp.asarray(sum(losses)), *(jax.tree.map(lambda *each: jnp.stack(each), *other) for other in others))
 
 
 def layer_of(blocks: Any, index: int) -> Any:

@@ -49,6 +49,11 @@ def check_shard_count(count: int, devices: int) -> None:
         )
 
 
+def largest_divisor(count: int, most: int) -> int:
+    """The largest number up to `most` that divides `count`; 1 where `most` is below."""
+    return max(n for n in range(1, max(1, min(count, most)) + 1) if count % n == 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceNeeds:
     """Needs of a training as to the number of its devices. Its batches ask nothing: any number shares their rows."""

@@ -135,7 +135,7 @@ def evaluate(
             tokenizer = _tokenizer(folder, data)
             found = open_tasks(config, tokenizer, tasks, "eval_tasks" if tasks is None else "--tasks")
             components, sets = _components(config, data, plan, validation, folder, needed=not found)
-            compiler = AotCompiler(_mesh(components))
+            compiler = AotCompiler(evaluation_mesh(components))
             held.callback(compiler.close)
             state, hparams, evaluator, scores = _measures(components, sets, rows, found, plan, base, compiler)
             unknown = why_unknown(sets, components.curriculum.primary_streamer, components.loss)
@@ -302,8 +302,10 @@ def _tokenizer(run: Path, data: Roxxel) -> Tokenizer | None:
     return Tokenizer.load(run / TOKENIZER) if (run / TOKENIZER).exists() else data.tokenizer
 
 
-def _mesh(components: RunComponents) -> Mesh:
+def evaluation_mesh(components: RunComponents) -> Mesh:
     """The devices: as many as the run had, or all devices if there are fewer, or the run's number does not divide.
+
+    All devices share experts and matrices as in the run, or as far as their number allows.
 
     With virtual shards any number gives the same bits, and there is one device for each of them at most.
     """
@@ -313,7 +315,8 @@ def _mesh(components: RunComponents) -> Mesh:
         return dataclasses.replace(components, config=config).mesh()
     groups = config.tensor_devices * config.expert_devices * max(1, config.fsdp_devices if config.fsdp else 1)
     if config.n_devices > here or (config.n_devices or here) % groups:
-        return make_mesh()
+        tensor = math.gcd(config.tensor_devices, here)
+        return make_mesh(expert=math.gcd(config.expert_devices, here // tensor), tensor=tensor)
     return components.mesh()
 
 

@@ -41,7 +41,8 @@ from roxxel_dist.weights.load import attention_kernel
 
 MB = 1e6
 FREE_MODEL_FIELDS = (
-    "dropout_rate", "lora_dropout", "gradient_checkpointing", "alpha_balance", "z_loss", "inference", "attention",
+    "dropout_rate", "lora_dropout", "gradient_checkpointing", "alpha_balance", "expert_capacity_factor", "z_loss",
+    "inference", "attention",
 )  # fmt: skip
 """Fields of the model that a resumed run may change. A dropout rate of 0 stays 0, and one above 0 stays above 0; an
 attention kernel stays the same, even if it is now given by name."""

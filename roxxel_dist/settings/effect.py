@@ -32,7 +32,7 @@ def _off(switch: str) -> Callable[[Mapping[str, Any]], bool]:
 RULES = (
     NoEffect(("epochs", "batch_size"), lambda v: bool(v["phases"]), "phases are given: change it in each phase"),
     NoEffect(
-        ("n_experts", "top_k_mlp", "norm_topk_prob", "alpha_balance", "expert_devices"),
+        ("n_experts", "top_k_mlp", "norm_topk_prob", "alpha_balance", "expert_capacity_factor", "expert_devices"),
         _off("use_moe"),
         "use_moe is False: leave it out, or set use_moe",
     ),

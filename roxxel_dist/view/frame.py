@@ -166,6 +166,7 @@ def _numbers(row: Mapping[str, float], best: float | None) -> Text:
         "mfu": lambda value: f"MFU {value:.1%}",
         "hfu": lambda value: f"HFU {value:.1%}",
         "expert_load_max": lambda value: f"busiest expert {value:.1f}x",
+        "expert_dropped": lambda value: f"dropped {value:.1%}",
         "vram_gb": lambda value: f"VRAM {value:.2f} GB",
         "ram_gb": lambda value: f"RAM {value:.2f} GB",
         "lr": lambda value: f"lr {value:.3g}",

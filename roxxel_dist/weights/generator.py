@@ -10,7 +10,7 @@ from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.model.generate import Sampling, generate_rows, known_ids, stream
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.weights.hf_folder import end_ids, is_hf_folder
-from roxxel_dist.weights.load import check_continues, load_run
+from roxxel_dist.weights.load import check_continues, mesh_for_text, model_of, weights_of
 
 UNFINISHED = "\ufffd"
 """A tokenizer's output for bytes that are not a character, or not yet a whole one."""
@@ -24,7 +24,7 @@ def _warn(line: str) -> None:
 
 
 class Generator:
-    """A trained model and its tokenizer, on the first device.
+    """A trained model and its tokenizer, on the first device or, divided as in its run, on the first ones.
 
     The first call compiles; later ones with prompts within the same multiple of 64 tokens, and as many of them, do not.
 
@@ -34,8 +34,14 @@ class Generator:
         best: for a run, the checkpoint with the lowest val_loss, or the newest if none was validated. False: the
             newest.
         step: the checkpoint of this step instead.
-        say: called with a line about what its tokenizer loses of a text, tokens of a prompt that are not read, and
-            texts that end at max_context; by default it is a UserWarning.
+        say: called with a line about what its tokenizer loses of a text, tokens of a prompt that are not read, texts
+            that end at max_context, and devices of the run that are not here; by default it is a UserWarning.
+        expert_devices: devices of this process that share the experts of a mixture, and divide them. None: as many as
+            in the run, or the largest part of them that is here. The tokens are those of one device, but where two are
+            alike to the last bits.
+        tensor_devices: devices that share each matrix, likewise.
+        fsdp_devices: devices that share the other parameters, which are gathered for each token: for a model that
+            fits no device.
 
     Attributes:
         model: the module, with dropout off.
@@ -47,7 +53,8 @@ class Generator:
             its generation_config.json, or else its config.json, as eos_token_id.
 
     Raises:
-        ValueError: there is no such model, it has no tokenizer, or the user-defined model cannot continue a text.
+        ValueError: there is no such model, it has no tokenizer, the user-defined model cannot continue a text, or
+            the devices that are asked for are not here.
     """
 
     model: Any
@@ -57,14 +64,29 @@ class Generator:
     start: list[int]
     stop_ids: list[int]
 
-    def __init__(self, path: str | Path, best: bool = True, *, step: int | None = None, say: Say = _warn) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        best: bool = True,
+        *,
+        step: int | None = None,
+        say: Say = _warn,
+        expert_devices: int | None = None,
+        tensor_devices: int | None = None,
+        fsdp_devices: int | None = None,
+    ) -> None:
         self._path, self._say = str(path), say
-        made = load_run(path, step, best=best)
-        if made.tokenizer is None:
+        weights = weights_of(path, step=step, best=best)
+        if weights.tokenizer is None:
             raise UserError(
                 f"{path} has no tokenizer.json: it was trained on tokens alone, so there is no text to generate"
             )
-        self.model, self.tokenizer, self.config, self.step = made.model, made.tokenizer, made.config, made.step
+        asked = {"fsdp_devices": fsdp_devices, "expert_devices": expert_devices, "tensor_devices": tensor_devices}
+        mesh, fewer = mesh_for_text(weights.config, asked)
+        if fewer:
+            say(fewer)
+        self.model, self.tokenizer = model_of(weights, path, mesh), Tokenizer.load(weights.tokenizer)
+        self.config, self.step = weights.config, weights.step
         check_continues(self.model, self.config)
         self._known_V = known_ids(self.tokenizer.ids, self.config.vocab_size)
         # A run trains without a first token, whatever its tokenizer, so its model has not learned it.

@@ -17,6 +17,7 @@ from flax import nnx
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache
 from roxxel_dist.data.tasks import ScoredRow, length_for, pad_scored, row_of, windows
+from roxxel_dist.model.generate import mesh_of
 from roxxel_dist.process.exit_codes import EXIT_USAGE, UserError
 from roxxel_dist.process.extras import pip_install
 from roxxel_dist.weights.generator import Generator
@@ -54,8 +55,8 @@ class _RoxxelDist(TemplateLM):
         enable_compilation_cache()
         self._made = Generator(run, best=bool(best))
         self.max_length: int = self._made.config.max_context
-        graphdef, state = nnx.split(self._made.model)
-        self._score: Callable[..., Any] = partial(jax.jit(_score, static_argnums=0), graphdef, state)
+        graphdef, self._state = nnx.split(self._made.model)
+        self._score: Callable[..., Any] = partial(jax.jit(_score, static_argnums=0), graphdef, self._state)
 
     @property
     def eot_token_id(self) -> int:
@@ -93,7 +94,8 @@ class _RoxxelDist(TemplateLM):
         for numbers in _batches(order, self.batch_size):
             chosen = [rows[i] for i in numbers]
             arrays = pad_scored(chosen, (self.batch_size, length_for(chosen, self.max_length) + 1))
-            sums, greedy = (array.tolist() for array in jax.device_get(self._score(*arrays)))
+            with mesh_of(self._state):
+                sums, greedy = (array.tolist() for array in jax.device_get(self._score(*arrays)))
             found |= dict(zip(numbers, zip(sums, greedy, strict=True), strict=False))  # without the empty rows
         return [found[i] for i in range(len(rows))]
 

@@ -5,6 +5,7 @@ The weights of a trained model as arrays in memory, from any kind of folder.
 
 import copy
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,13 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.checkpoint import files
 from roxxel_dist.checkpoint.digests import in_words, read_verified
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.checkpoint.stored_blocks import check_checkpoint
-from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.cluster.mesh import FSDP, make_mesh
+from roxxel_dist.cluster.parameter_sharding import parameter_sharding
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_NAMES, Tokenizer
@@ -30,11 +33,12 @@ from roxxel_dist.model.attention.mask import key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, target_of
 from roxxel_dist.model.parametrization import Width, rescale_to, widths
-from roxxel_dist.model.split import Leaves, trace_module
+from roxxel_dist.model.split import Leaves, Part, trace_module
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.model.user_code import call_function, import_function
 from roxxel_dist.place.directory import CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.place.run_place import bucket_run
+from roxxel_dist.process.device_counts import largest_divisor
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.utils.display import size
@@ -220,6 +224,44 @@ def load_run(run: str | Path, step: int | None = None, *, best: bool = False) ->
     return LoadedRun(model=model_of(weights, run), tokenizer=tokenizer, config=weights.config, step=weights.step)
 
 
+def mesh_for_text(config: Config, asked: Mapping[str, int | None]) -> tuple[Mesh, str]:
+    """(the devices of this process that a model lies on to generate text, a line where they are fewer than in its run).
+
+    Args:
+        config: of the run.
+        asked: "fsdp_devices", "expert_devices" and "tensor_devices". None: of experts and tensor as many as in the run,
+            or the largest part of them that is here; of fsdp 1, as a text gathers the parameters for each token.
+
+    Raises:
+        UserError: fewer devices are here than are asked for, or they do not divide the experts.
+    """
+    here, cut = jax.local_devices(), list[str]()
+    for name, value in asked.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}: it must be at least 1")
+    sizes = {name: asked.get(name) or 1 for name in ("fsdp_devices", "expert_devices", "tensor_devices")}
+    if (given := math.prod(sizes.values())) > len(here):
+        words = " x ".join(f"{name} ({size})" for name, size in sizes.items() if size > 1)
+        raise UserError(
+            f"{words} is {given} devices, and this process has {len(here)}: use fewer; a model that is not divided "
+            f"takes one"
+        )
+    for name in ("tensor_devices", "expert_devices"):
+        if asked.get(name) is None and (wanted := getattr(config, name)) > 1:
+            sizes[name] = largest_divisor(wanted, len(here) // math.prod(sizes.values()))
+            if sizes[name] < wanted:
+                cut.append(
+                    f"{name} is {sizes[name]}, and was {wanted} in the run: this process has {len(here)} device(s)"
+                )
+    experts = sizes["expert_devices"]
+    if config.model is None and experts > 1 and (not config.use_moe or config.n_experts % experts):
+        count = config.n_experts if config.use_moe else 0
+        raise UserError(f"expert_devices is {experts}: it must divide the experts of the model, which has {count}")
+    fsdp, expert, tensor = sizes.values()
+    devices = here[: math.prod(sizes.values())]
+    return make_mesh(fsdp=fsdp, expert=expert, tensor=tensor, devices=devices), "; ".join(cut)
+
+
 def load_transformer(path: str | Path, *, best: bool = True) -> Any:
     """The model of `Transformer.from_pretrained`."""
     weights = weights_of(path, best=best)
@@ -231,9 +273,12 @@ def load_transformer(path: str | Path, *, best: bool = True) -> Any:
     return model_of(weights, path)
 
 
-def model_of(weights: Weights, path: str | Path) -> Any:
-    """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit."""
-    mesh = _first_device()
+def model_of(weights: Weights, path: str | Path, mesh: Mesh | None = None) -> Any:
+    """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit.
+
+    It is divided over a mesh of several devices as in training; without one it lies on the first device.
+    """
+    mesh = mesh or _first_device()
     traced = trace_module(model_builder(weights.config), mesh)
     parts = traced.split
     # With adapters in a user-defined model, a run does not store the frozen weights: the model creates them.
@@ -250,11 +295,21 @@ def model_of(weights: Weights, path: str | Path) -> Any:
         rest = first | files.data_to_keys(state, {name: jnp.asarray(first[name]) for name in state})
         return rest, traced.compute(made)
 
+    is_divided = mesh.size > 1
     with jax.set_mesh(mesh):
-        rest, inputs = jax.jit(others)(state)
-    params = {name: jnp.asarray(weights.params[name]) for name in parts.params.names}
-    inputs |= {name: jnp.asarray(weights.params[name]) for name in frozen}
-    return parts.merge(params, rest, inputs, training=False)
+        rest, inputs = jax.jit(others, out_shardings=NamedSharding(mesh, P()) if is_divided else None)(state)
+
+    def placed(part: Part) -> Leaves:
+        leaves = {}
+        for name, spec, axes in zip(part.names, part.partition_spec, part.axes, strict=True):
+            if name in weights.params:
+                array = weights.params[name]
+                place = parameter_sharding(name, array.shape, mesh, spec, mesh.shape[FSDP] > 1, axes)
+                leaves[name] = jax.device_put(array, place) if is_divided else jnp.asarray(array)
+        return leaves
+
+    inputs |= {name: leaf for name, leaf in placed(parts.frozen).items() if name in frozen}
+    return parts.merge(placed(parts.params), rest, inputs, training=False)
 
 
 def _first_device() -> Mesh:
@@ -283,6 +338,7 @@ def check_continues(model: Any, config: Any) -> None:
     if config.model is None:
         return
     graphdef, state = nnx.split(model)
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)  # whatever devices have it
     rule = f"to generate, a model takes int32[1, L] tokens alone and returns [1, L, {config.vocab_size}] logits"
     tokens = np.zeros((1, config.max_context), np.int32)
     try:

@@ -37,6 +37,7 @@ CONFIGS = [
     {"use_moe": True},
     {"use_moe": True, "n_experts": 8, "top_k_mlp": 1},
     {"use_moe": True, "dropout_rate": 0.1},
+    {"use_moe": True, "expert_capacity_factor": 1.0},
     {"dropout_rate": 0.1},
     {"dropout_rate": 0.5},
     {"weight_tying": False},

@@ -293,6 +293,9 @@ def test_flops_are_those_of_the_experts_that_a_token_meets(swiglu):
     dense, moe = (nnx.eval_shape(lambda config=config: Transformer(config, nnx.Rngs(0))) for config in configs)
     matrices = sum(p.size for p in jax.tree.leaves(nnx.state(dense.blocks.feedforward, nnx.Param)))  # of both blocks
     assert moe.flops_per_token(20) - dense.flops_per_token(20) == 6 * (matrices + 2 * 32 * 4)
+    config = ModelConfig(**SMALL | {"use_swiglu": swiglu, "expert_capacity_factor": 0.5})
+    limited = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+    assert limited.flops_per_token(20) - dense.flops_per_token(20) == 6 * 2 * 32 * 4, "one of them, a mean over tokens"
 
 
 @pytest.mark.parametrize(
@@ -303,6 +306,10 @@ def test_flops_are_those_of_the_experts_that_a_token_meets(swiglu):
         ({"n_experts": 0}, "n_experts is 0: it must be at least 1"),
         ({"alpha_balance": -0.1}, "alpha_balance is -0.1: it must be a number of at least 0"),
         ({"alpha_balance": float("nan")}, "alpha_balance is nan"),
+        ({"expert_capacity_factor": 0.0}, "expert_capacity_factor is 0.0: it must be above 0, and finite"),
+        ({"expert_capacity_factor": -1.25}, "expert_capacity_factor is -1.25"),
+        ({"expert_capacity_factor": float("nan")}, "expert_capacity_factor is nan"),
+        ({"expert_capacity_factor": float("inf")}, "expert_capacity_factor is inf"),
     ],
 )
 def test_experts_that_cannot_be(fields, message):

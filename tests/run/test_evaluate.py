@@ -12,10 +12,11 @@ import pytest
 import yaml
 from runs import rows, saved
 
-from roxxel_dist import Roxxel
+from roxxel_dist import Config, Roxxel
 from roxxel_dist.cli import main
 from roxxel_dist.cli.run_table import evaluations_table
-from roxxel_dist.run.evaluate import Evaluation, perplexity
+from roxxel_dist.run.components import build_components
+from roxxel_dist.run.evaluate import Evaluation, evaluation_mesh, perplexity
 
 SMALL = {
     "dim": 16,
@@ -379,3 +380,19 @@ def test_a_few_batches_give_the_losses_of_the_whole_set(tmp_path, monkeypatch, c
             assert few[name] == pytest.approx(whole[name], abs=4 * deviation / np.sqrt(iters * 16)), (iters, name)
         if iters == 10:
             assert few["val_loss"] == validations(tmp_path / "run")[30]["val_loss"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "fields", "shape"),
+    [
+        (16, {"expert_devices": 16}, {"data": 1, "fsdp": 1, "expert": 8, "tensor": 1}),
+        (12, {"expert_devices": 4, "tensor_devices": 3}, {"data": 2, "fsdp": 1, "expert": 4, "tensor": 1}),
+        (4, {"expert_devices": 2, "tensor_devices": 2}, {"data": 1, "fsdp": 1, "expert": 2, "tensor": 2}),
+        (16, {}, {"data": 8, "fsdp": 1, "expert": 1, "tensor": 1}),
+    ],
+)
+def test_eight_devices_share_what_those_of_the_run_shared(tmp_path, devices, fields, shape):
+    """Of 16, 12 or 4: as far as their number divides."""
+    write(tmp_path / "data_*.rox", 1)
+    config = Config(use_moe=True, n_experts=16, max_context=8, batch_size=16, n_devices=devices, **fields)
+    assert evaluation_mesh(build_components(config, Roxxel(tmp_path / "data_*.rox"))).shape == shape

@@ -14,6 +14,7 @@ IDLE = [
     ({"phases": PHASES, "batch_size": 64}, "batch_size", "phases are given: change it in each phase"),
     ({"phases": PHASES, "epochs": 7.0}, "epochs", "phases are given"),
     ({"top_k_mlp": 1}, "top_k_mlp", "use_moe is False"),
+    ({"expert_capacity_factor": 1.25}, "expert_capacity_factor", "use_moe is False"),
     ({"lora_rank": 4}, "lora_rank", "use_lora is False"),
     ({"rope_dim": 16}, "rope_dim", "mla is False"),
     ({"context_window": 8}, "context_window", "sliding_window is False"),

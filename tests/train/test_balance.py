@@ -17,7 +17,7 @@ def test_a_run_with_experts(tmp_path, capsys):
     config = Config(
         dim=16, num_blocks=1, max_context=16, batch_size=32, grad_accum=2, max_steps=30, eval_iters=2, log_every=5,
         eval_every=15, checkpoint_every=15, tokenizer_type="char", lr=1e-2, warmup_steps=2, bf16_compute=True,
-        n_devices=2, use_moe=True, n_experts=4, top_k_mlp=2, alpha_balance=0.05,
+        n_devices=2, use_moe=True, n_experts=4, top_k_mlp=2, alpha_balance=0.05, expert_capacity_factor=1.0,
     )  # fmt: skip
     run = Experiment(config).fit(text, tmp_path / "run")
     found = rows(run)
@@ -31,7 +31,8 @@ def test_a_run_with_experts(tmp_path, capsys):
     assert [balanced * 0.9 < row["val_bal"] < 2 * balanced for row in found if "val_loss" in row] == [True] * 3
     last = found[-1]
     assert f"(Bal: {last['train_bal']:.4f}) | Val: {last['val_loss']:.4f} (Bal: {last['val_bal']:.4f})" in told(run)
-    assert f"| Busiest expert: {last['expert_load_max']:.1f}x" in told(run)
+    assert all(0 < row["expert_dropped"] < 0.5 and "val_expert_dropped" not in row for row in found)
+    assert f"| Busiest expert: {last['expert_load_max']:.1f}x | Dropped: {last['expert_dropped']:.1%}" in told(run)
     capsys.readouterr()
     assert main(["eval", str(run), "--json"]) == 0
     again = json.loads(capsys.readouterr().out)

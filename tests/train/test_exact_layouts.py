@@ -27,6 +27,9 @@ CASES = {
     "average": {"ema": 0.9},
     "schedule-free": {"optimizer": "schedule_free_adamw", "lr_schedule": "constant", "warmup_steps": 1},
     "experts": {"use_moe": True, "n_experts": 4, "top_k_mlp": 2},
+    "experts with a capacity, accumulated": {
+        "use_moe": True, "n_experts": 4, "top_k_mlp": 2, "expert_capacity_factor": 0.75, "grad_accum": 2,
+    },
     "experts, bf16_compute, Muon": {
         "use_moe": True, "n_experts": 4, "top_k_mlp": 2, "bf16_compute": True, "optimizer": "muon",
     },
@@ -118,7 +121,7 @@ def test_a_loss_is_no_sum_over_micro_batches_or_devices(data, tmp_path):
 
 def hash_of(run):
     """Of all numbers of the log and of all bytes of the weights file."""
-    names = ("step", "train_loss", "train_bal", "val_loss", "grad_norm", "update_norm", "digest")
+    names = ("step", "train_loss", "train_bal", "expert_dropped", "val_loss", "grad_norm", "update_norm", "digest")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     weights = (run / "model_weights.msgpack").read_bytes()
     return hashlib.sha256(repr([[row.get(name) for name in names] for row in rows]).encode() + weights).hexdigest()[:12]

@@ -31,6 +31,7 @@ SMALL = {
     "dim": 32, "num_blocks": 1, "head_size": 16, "vocab_size": 64, "max_context": 64, "use_moe": True, "n_experts": 8,
     "alpha_balance": 0.05,
 }  # fmt: skip
+FEW = {"expert_capacity_factor": 1.0}
 LORA = {"use_lora": True, "lora_rank": 4, "lora_targets": "all"}
 FEATURES = {
     "plain": ({}, {}),
@@ -48,6 +49,12 @@ FEATURES = {
     "one expert, gelu, dropout": (
         {"top_k_mlp": 1, "use_swiglu": False, "activation": "gelu", "dropout_rate": 0.1}, {},
     ),
+    "capacity": (FEW, {}),
+    "capacity, long rows": (FEW, {"rows": 4}),
+    "capacity, packing, fsdp, tensor, accumulation": (
+        FEW, {"packed": True, "fsdp": True, "tensor": 2, "grad_accum": 2},
+    ),
+    "capacity, adapters, scan, remat": (FEW | LORA | {"scan_layers": True, "gradient_checkpointing": True}, {}),
     "latent attention": ({"mla": True, "down_dim_q": 16, "down_dim_kv": 16, "rope_dim": 8}, {}),
 }  # fmt: skip
 
@@ -100,7 +107,7 @@ def alone(name, steps):
 
 
 def cases():
-    quick = {("plain", 8, 8), ("long rows", 8, 4), ("adapters of experts", 4, 2)}
+    quick = {("plain", 8, 8), ("long rows", 8, 4), ("adapters of experts", 4, 2), ("capacity", 8, 4)}
     for name in FEATURES:
         for devices, experts in ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)):
             if FEATURES[name][1].get("tensor", 1) * experts <= devices and FEATURES[name][1].get("rows", 16) >= experts:

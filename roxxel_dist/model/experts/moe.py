@@ -14,10 +14,11 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import EXPERT, FSDP, TENSOR, device_type
+from roxxel_dist.cluster.mesh import EXPERT, FSDP, TENSOR, TOKENS, device_type
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES
 from roxxel_dist.cluster.step_parts import EXPERTS
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.experts.capacity import Capacity, through_slots
 from roxxel_dist.model.experts.exchange import of_own_experts, rows_at, through_experts
 from roxxel_dist.model.experts.grouped_products import grouped_product, missing_kernel
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED
@@ -128,7 +129,15 @@ class MixtureOfExperts(nnx.Module):
     The convention is Mixtral's (Jiang et al., 2024): a softmax over all experts, of which the k largest are taken and
     divided by their sum. With k = 1 the gate is the probability itself, as in Switch (Fedus et al., 2021): divided by
     its sum it would always be 1, and the router would learn nothing from the text. The router always computes in
-    float32, with its matrix in the stored dtype. Experts have no capacity limit, so no tokens are dropped.
+    float32, with its matrix in the stored dtype.
+
+    Experts have no capacity limit, so no tokens are dropped, but with `expert_capacity_factor` in training: then an
+    expert takes at most ceil(factor x L x k / E) choices of each row of L tokens, in the order of the tokens, and of a
+    token the most probable first. Of the rest the token has the residual stream and its other experts, whose weights
+    stay as they are: divided by the sum of what is left, the one expert that is left would always have weight 1.
+    The row is the unit because no layout divides or joins rows: so the same choices are dropped on any number of
+    devices, and in any micro-batches. As with dropout, nothing is dropped in evaluation, where a text is read a token
+    at a time.
 
     Cost: on TPUs and GPUs tokens are sorted by expert, and each token costs its k experts; on CPUs it costs all of them
     (see `experts`). If a mesh is set (`jax.set_mesh`, as `Trainer` does) and its size divides the tokens, each device
@@ -140,6 +149,8 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.n_experts: int = config.n_experts
         self.top_k: int = config.top_k_mlp
+        self.capacity_factor: float | None = config.expert_capacity_factor
+        self.deterministic = False  # NNX's eval() and train() set it
         self.divides: bool = config.top_k_mlp > 1 and config.norm_topk_prob
         self.activate: Activation = activation(config.activation, gated=config.use_swiglu)
         count, hidden = hidden_sizes(config)
@@ -167,17 +178,28 @@ class MixtureOfExperts(nnx.Module):
     def inactive_params(self) -> int:
         """Parameters that a token does not use."""
         spent = self.gate_up.get_value().size + self.down.get_value().size  # only shapes when a run is planned
-        return spent // self.n_experts * (self.n_experts - self.top_k)
+        used = self.top_k * min(1.0, self.capacity_factor or 1.0)  # at most, a mean over tokens
+        return round(spent // self.n_experts * (self.n_experts - used))
 
     @jax.named_scope(EXPERTS)
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, Balance]:
-        """[B, L, dim] to [B, L, dim], and the balance of this call's tokens, see `balance_of`."""
+        """[B, L, dim] to [B, L, dim], and the balance of this call's tokens, see `balance_of`.
+
+        The balance is that of what the router chooses, dropped or not (as in Switch).
+        """
         x_NxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
         probability_NxE = jax.nn.softmax(self.router(x_NxD))
         chosen_NxK, gates_NxK = choose(probability_NxE, self.top_k, divides=self.divides)
         first, second = (self._matrices(name).astype(x_NxD.dtype) for name in ("gate_up", "down"))
-        y_NxD = by_device(x_NxD, chosen_NxK, gates_NxK, first, second, self.activate)
-        return y_NxD.reshape(x_BxLxD.shape), balance_of(probability_NxE, chosen_NxK)
+        capacity = None
+        if self.capacity_factor is not None and not self.deterministic:
+            capacity = Capacity.of_rows(self.capacity_factor, x_BxLxD.shape[1], self.top_k, self.n_experts)
+        limit = capacity if capacity is not None and capacity.drops else None
+        y_NxD = by_device(x_NxD, chosen_NxK, gates_NxK, first, second, self.activate, limit)
+        balance = balance_of(probability_NxE, chosen_NxK)
+        if capacity is not None:
+            balance = balance._replace(dropped=capacity.dropped(chosen_NxK, self.n_experts))
+        return y_NxD.reshape(x_BxLxD.shape), balance
 
     def _matrices(self, name: str) -> jax.Array:
         """The experts' matrices of one kind, with their adapters merged, if any."""
@@ -216,23 +238,38 @@ def by_device(
     first_ExDxPxF: jax.Array,
     second_ExFxD: jax.Array,
     activate: Activation,
+    capacity: Capacity | None = None,
 ) -> jax.Array:
     """`experts`, each device for its own share of the rows, if the current mesh divides them.
 
     Devices along "tensor" have the same rows, and a share of the hidden units of every expert; those along "expert"
     have a share of the experts, if it divides them, and rows go there and back. Rows that the mesh does not divide, as
     the few of a text that is generated, are on all devices then, and each computes those of its experts.
+
+    With a `capacity` choices beyond it are dropped: a device with whole rows computes slots of a fixed number, see
+    `through_slots`; where devices share rows, dropped choices are computed, with weight 0.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, count = jax.sharding.get_abstract_mesh(), len(second_ExFxD)
     automatic = not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
     hidden = second_ExFxD.shape[1]
     shares = TENSOR if automatic and mesh.shape.get(TENSOR, 1) > 1 and hidden % mesh.shape[TENSOR] == 0 else None
     rows = tuple(axis for axis in mesh.axis_names if axis != shares) if automatic else ()
     parts = mesh.shape.get(EXPERT, 1) if automatic else 1
-    divided = EXPERT if parts > 1 and len(second_ExFxD) % parts == 0 else None
-    everywhere = x_NxD.shape[0] % math.prod(mesh.shape[axis] for axis in rows) > 0
-    if not automatic or mesh.size == 1 or (everywhere and not divided):
-        return experts(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD, activate)
+    divided = EXPERT if parts > 1 and count % parts == 0 else None
+    pieces = math.prod(mesh.shape[axis] for axis in rows)
+    everywhere = x_NxD.shape[0] % pieces > 0
+    alone = not automatic or mesh.size == 1 or (everywhere and not divided)
+    if capacity is not None and not alone and (mesh.shape.get(TOKENS, 1) > 1 or len(x_NxD) // capacity.length % pieces):
+        gates_NxK = jnp.where(capacity.kept(chosen_NxK, count), gates_NxK, 0)
+        capacity = None
+
+    def of_rows(x: jax.Array, chosen: jax.Array, gates: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        if capacity is None:
+            return experts(x, chosen, gates, first, second, activate)
+        return gated(gates, through_slots(x, chosen, (first, second), activate, capacity, count // len(second)))
+
+    if alone:
+        return of_rows(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD)
 
     def compute(x: jax.Array, expert: jax.Array, matrices: tuple[jax.Array, jax.Array]) -> jax.Array:
         return experts(x, expert, jnp.ones(expert.shape, jnp.float32), *matrices, activate)
@@ -240,15 +277,15 @@ def by_device(
     def local(x: jax.Array, chosen: jax.Array, gates: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
         if everywhere:
             y_NxD = gated(gates, of_own_experts(x, chosen, (first, second), compute))
-        elif divided:
+        elif divided and capacity is None:
             y_NxD = gated(gates, through_experts(x, chosen, (first, second), len(second), compute, rows))
         else:
-            y_NxD = experts(x, chosen, gates, first, second, activate)
+            y_NxD = of_rows(x, chosen, gates, first, second)
         return y_NxD if shares is None else jax.lax.psum(y_NxD, shares)
 
     # XLA cannot partition a sort, or a loop over its result: without this it repeats all of it on every device.
-    of_rows = P() if everywhere else P(rows)
-    specs = (of_rows, of_rows, of_rows, P(divided, None, None, shares), P(divided, shares))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=of_rows, check_vma=False)(
+    by_rows = P() if everywhere else P(rows)
+    specs = (by_rows, by_rows, by_rows, P(divided, None, None, shares), P(divided, shares))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=by_rows, check_vma=False)(
         x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD
     )

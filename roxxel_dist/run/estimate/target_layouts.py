@@ -22,6 +22,7 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.devices.targets import Target, hosts_of, parse_target
 from roxxel_dist.input.stream import Stream
+from roxxel_dist.model.experts.exchange import ROOM
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents
@@ -338,7 +339,8 @@ def estimated_seconds(config: Any, mesh: Mesh, args: tuple[Any, ...], flops: flo
     tokens = _tokens(mesh, batch) * config.dim * numbers
     links.add([TENSOR], 2 * 4 * config.num_blocks, tokens)
     if config.use_moe:
-        links.add([EXPERT], 4 * config.num_blocks, tokens * config.top_k_mlp * 9 / 8)
+        room = ROOM if config.expert_capacity_factor is None else config.expert_capacity_factor
+        links.add([EXPERT], 4 * config.num_blocks, tokens * min(config.top_k_mlp * room, config.n_experts))
     touched = 2 * device_bytes(args) + 3 * used + TOUCHED * config.num_blocks * tokens
     compute = flops / mesh.size / (known.tera_flops * 1e12)
     return compute + touched / (known.gigabytes_per_s * 1e9) + link_seconds(known, links.sent, links.network)

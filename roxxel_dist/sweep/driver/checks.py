@@ -29,7 +29,7 @@ from roxxel_dist.sweep.space.sweep_file import (
 LOGGED = (
     "val_loss", "val_bpb", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s",
     "tokens", "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu", "hfu",
-    "expert_load_min", "expert_load_mean", "expert_load_max",
+    "expert_load_min", "expert_load_mean", "expert_load_max", "expert_dropped",
 )  # fmt: skip
 """What a training logs; besides, with `/`, losses by data set."""
 CONFIGURATIONS = 500

@@ -49,7 +49,8 @@ def can_cut_rows(model: Any, loss_fn: Any) -> bool:
     """Whether virtual shards can cut rows: of the built-in Transformer, or its builder, and its loss."""
     if not isinstance(model, Transformer | TransformerBuilder) or loss_fn not in (token_losses, next_token_loss):
         return False
-    return model.config.period == 1  # one program is for all layers
+    # One program is for all layers, and sees one part of a row.
+    return model.config.period == 1 and model.config.expert_capacity_factor is None
 
 
 def check_virtual_shards(
@@ -98,8 +99,9 @@ def _check_long_rows(phase: str, count: int, shape: Shape, grad_accum: int, mesh
     cut = f"{phase}, so virtual_shards ({count}) cuts each row into {count // rows} shards"
     if not cuts_rows:
         raise UserError(
-            f"{cut}. That needs the built-in model and its loss, without sliding_window_pattern and "
-            f"no_rope_layer_interval: use a multiple of {count * grad_accum}, or set virtual_shards to 0"
+            f"{cut}. That needs the built-in model and its loss, without sliding_window_pattern, "
+            f"no_rope_layer_interval and expert_capacity_factor: use a multiple of {count * grad_accum}, or set "
+            f"virtual_shards to 0"
         )
     if micro_batches(grad_accum, rows) > 1:
         raise UserError(

@@ -25,6 +25,7 @@ LINE = {
     "mfu": "MFU: {:.1%}",
     "hfu": "HFU: {:.1%}",
     "expert_load_max": "Busiest expert: {:.1f}x",
+    "expert_dropped": "Dropped: {:.1%}",
 }
 """How a line shows what comes after the losses, where it is known."""
 

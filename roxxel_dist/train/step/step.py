@@ -20,7 +20,7 @@ from roxxel_dist.cluster.parameter_sharding import constrain_tokens, on_phase_me
 from roxxel_dist.cluster.step_parts import OPTIMIZER
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.model.loss import END_NATS, LOAD, minimized_losses, next_token_loss, token_losses
+from roxxel_dist.model.loss import DROPPED, END_NATS, LOAD, minimized_losses, next_token_loss, token_losses
 from roxxel_dist.model.split import Leaves, ModuleSplit, cast
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import LoopOptions
@@ -95,8 +95,8 @@ def measure(loss_fn: LossFn, model: Any, batch: Any, end: int | None = None) -> 
         return unpack_loss(loss_fn(model, jax.tree.map(lambda array: constrain_tokens(array)[0], batch)))
     # The same number, and its weight, which one number has no place for.
     losses = minimized_losses(model, batch, end=end)
-    ends = {END_NATS: losses[END_NATS]} if end is not None else {}
-    return Loss(losses["loss"] + losses.get(BALANCE, 0.0), ends, None, losses.get(WEIGHT), load=losses.get(LOAD))
+    scalars = {name: losses[name] for name in (END_NATS, DROPPED) if name in losses}
+    return Loss(losses["loss"] + losses.get(BALANCE, 0.0), scalars, None, losses.get(WEIGHT), load=losses.get(LOAD))
 
 
 def unpack_loss(result: Any) -> Loss:

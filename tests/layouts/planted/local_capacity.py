@@ -1,4 +1,7 @@
-"""Experts take as many tokens as they have room for: of each device, and not of all."""
+"""Experts take as many tokens as they have room for: of each device, and not of all.
+
+The built-in capacity is that of a row, which no layout divides: see `model/experts/capacity.py`.
+"""
 
 import jax
 import jax.numpy as jnp
