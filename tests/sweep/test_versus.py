@@ -4,25 +4,33 @@ import dataclasses
 import json
 import math
 import random
+import subprocess
+import sys
 import time
+from contextlib import nullcontext
 from statistics import variance
 
 import pytest
 import trial_bodies
 import yaml
+from commands import environment
 from killed_drivers import ended, until
 from made_study import made_versus
-from sweep_desk import write_base
+from servers import S3Server
+from sweep_desk import text_sets, write_base
 
 from roxxel_dist.cli import main
+from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.driver import start
 from roxxel_dist.sweep.report.versus import pair_of_runs, versus_json, versus_text
-from roxxel_dist.sweep.samplers.pairs import outcome
+from roxxel_dist.sweep.samplers.pairs import outcome, pairs_of
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.space.versus import Versus
 from roxxel_dist.sweep.study.folder import Study
+from roxxel_dist.sweep.study.journal import replay
+from roxxel_dist.sweep.study.stored_journal import read_journal
 
 SWEEP = {"method": "grid", "parameters": Versus.parameters(7)}
 VERSUS = Versus(changes={"lr": 0.002}, names={"A": "a.yaml", "B": "b.yaml"})
@@ -94,6 +102,84 @@ def test_drivers_killed_six_times(compared):
     assert said.splitlines()[-1] == whole
 
 
+DRIVER = """
+import sys
+from roxxel_dist.cli import main
+from roxxel_dist.objects import lease
+lease.RENEW_S, lease.STALE_S, lease.POLL_S, lease.SETTLE_S = 0.5, 5.0, 0.1, 0.1
+sys.exit(main(sys.argv[1:]))
+"""
+TRAINED = 3
+"""Pairs."""
+
+
+class RealVersus:
+    """The command itself, with a Ray of its own and real trainings, of a study in a folder or in a bucket."""
+
+    def __init__(self, folder, study):
+        self.folder, self.study, self.starts = folder, study, 0
+
+    def start(self):
+        """On a host that has nothing but the bucket, where the study is in one."""
+        self.starts += 1
+        words = ["versus", "base.yaml", "--set", "lr=0.004", "--data_path", "self", "--study", self.study, "--json"]
+        words += ["--max_pairs", str(TRAINED), "--workers", "2", "--cpus_per_trial", "1"]
+        cache = {"XDG_CACHE_HOME": str(self.folder / f"cache{self.starts}")} if "://" in self.study else {}
+        with (self.folder / f"log{self.starts}").open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, "-c", DRIVER, *words], cwd=self.folder, env=environment(**cache),
+                stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+
+    def journal(self):
+        if "://" in self.study:
+            return read_journal(ObjectStore.open(self.study, timeout_s=10)).data
+        path = self.folder / self.study / "journal.jsonl"
+        return path.read_bytes() if path.exists() else b""
+
+    def outcome(self):
+        """(what it prints, its pairs)."""
+        code, said = ended(self.start(), limit_s=300)
+        assert code == 0, (self.folder / f"log{self.starts}").read_text()
+        return json.loads(said), pairs_of(replay(self.folder, self.journal()))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """(the folder, what it says, its pairs) of a comparison whose driver nobody kills."""
+    folder = tmp_path_factory.mktemp("real")
+    text_sets(folder)
+    write_base(folder, 60, 20, checkpoint_every=20, lr=0.001)
+    return folder, *RealVersus(folder, "unbroken").outcome()
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("ray")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_real_trainings_whose_driver_is_killed_six_times(unbroken, tmp_path, place):
+    folder, told, pairs = unbroken
+    assert len(pairs) == told["pairs"] == TRAINED
+    assert all(one.difference for one in pairs)
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chance, kills = random.Random(seed), 0
+    with S3Server(tmp_path) if place == "bucket" else nullcontext() as server:
+        with server.environment() if server else nullcontext():
+            versus = RealVersus(folder, server.url("studies", "killed") if server else "killed")
+            while kills < 6:
+                driver, before = versus.start(), len(versus.journal())
+                until(lambda: len(versus.journal()) > before or driver.poll() is not None, "the driver")  # noqa: B023
+                time.sleep(chance.uniform(0, 5))
+                kills += driver.poll() is None
+                driver.kill()
+                driver.communicate()
+            assert versus.outcome() == (told, pairs)
+            attempts = [one.attempts for one in replay(folder, versus.journal()).trials.values()]
+    print("kills", kills, "attempts", attempts)
+    assert max(attempts) > 1, "a training was cut and went on"
+
+
 def test_more_pairs_continue_what_ended_undecided(compared):
     assert compared.compare(count=4).code == 0
     before = found(compared)
@@ -153,7 +239,7 @@ BAD = [
     ("versus --study made --level 0.8", "--level 0.8: made was begun with 0.9, and a verdict must not depend"),
     ("versus base.yaml --set lr=0.003 --data_path t.txt --study made", "--study made compares other configurations"),
     ("versus --study search", "--study search is a search, and no comparison"),
-    ("versus base.yaml --set lr=0.1 --study s3://a/b", "--study"),
+    ("versus base.yaml --set lr=0.1 --data_path t.txt --study hdfs://a/b", "--study is hdfs://a/b: it cannot be in"),
     ("versus base.yaml other.yaml --data_path t.txt --metric val_loss/x", "there is no `validation`"),
     ("versus none other.yaml", "none"),
 ]

@@ -30,9 +30,10 @@ def versus_text(study: Study) -> str:
         difference = "-" if pair.difference is None else f"{pair.difference:+.3g}"
         rows.append([str(number), str(pair.seed), _value(pair.a), _value(pair.b), difference, interval])
     lines += ["", *aligned(rows, left=None)] if len(rows) > 1 else []
-    failed = [trial for trial in study.history.trials.values() if trial.state == "failed"]
-    lines += [f"trial {one.number}, {one.params['side']} of seed {one.params['seed']}: {one.reason}" for one in failed]
     found = outcome(study.history, versus)
+    for one in study.history.trials.values():
+        if one.state == "failed" and one.reason != found.why:
+            lines.append(f"trial {one.number}, {one.params['side']} of seed {one.params['seed']}: {one.reason}")
     return "\n".join([*map(printable, lines), "", found.ending or found.text()])
 
 

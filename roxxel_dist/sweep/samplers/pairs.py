@@ -264,7 +264,7 @@ def pairs_of(history: History) -> list[Pair]:
         if len(sides) < len(SIDES) or any(one.state in ("running", "paused") for one in sides.values()):
             break
         why = next((f"{side}: {one.reason}" for side, one in sides.items() if one.reason), None)
-        found.append(Pair(seed=seed, a=_value(sides["A"]), b=_value(sides["B"]), why=why))
+        found.append(Pair(seed=seed, a=last_value(sides["A"]), b=last_value(sides["B"]), why=why))
     return found
 
 
@@ -275,7 +275,7 @@ def _by_seed(history: History) -> dict[int, dict[str, Trial]]:
     return found
 
 
-def _value(trial: Trial) -> float | None:
+def last_value(trial: Trial) -> float | None:
     """The last report: a best one would be lower the more often it is measured."""
     if trial.state == "failed":
         return math.nan if trial.kind == "nan" else None
