@@ -169,9 +169,9 @@ def _sides(args: VersusArgs) -> Side | None:
     if len(places) == 1 and not args.set:
         raise UserError(f"{places[0]} is A, and there is no B: name a second config, or --set FIELD=VALUE")
     config, data = _read(places[0])
-    other, other_data = _changed(config, args.set) if args.set else _read(places[1])
+    other, other_data = (_changed(config, args.set), data) if args.set else _read(places[1])
     data_path = args.data_path or data
-    if args.data_path is None and not args.set and other_data != data:
+    if args.data_path is None and other_data != data:
         raise UserError(f"data: {places[0]} reads {data}, and {places[1]} {other_data}: name it with --data_path")
     before, after = (
         {name: value for name, value in one.to_dict().items() if name not in OF_PEOPLE} for one in (config, other)
@@ -210,7 +210,7 @@ def _read(place: str) -> tuple[Config, str | None]:
     return Config.from_yaml(str(run / CONFIG)).with_absolute_paths(), data_of(saved_config(run), run)
 
 
-def _changed(config: Config, words: tuple[str, ...]) -> tuple[Config, None]:
+def _changed(config: Config, words: tuple[str, ...]) -> Config:
     """The config with the changes of --set."""
     import yaml
 
@@ -225,7 +225,7 @@ def _changed(config: Config, words: tuple[str, ...]) -> tuple[Config, None]:
             raise UserError(f"--set {word}: the value is not valid YAML") from error
     given = Config.from_dict(changes, "--set")  # other names of fields are known here
     values = {name: getattr(given, name) for name in given.given}
-    return Config.from_dict({**config.to_dict(), **values}, "--set").with_absolute_paths(), None
+    return Config.from_dict({**config.to_dict(), **values}, "--set").with_absolute_paths()
 
 
 def _check_alike(args: VersusArgs, config: Config, other: Config) -> None:

@@ -220,17 +220,22 @@ def test_what_a_report_says(compared):
 
 
 BAD = [
-    ("versus", "nothing to compare: name two configs"),
+    ("versus", "nothing to compare, and studies/versus is no study yet: name two configs"),
     ("versus base.yaml", "base.yaml is A, and there is no B"),
     ("versus base.yaml base.yaml", "base.yaml and base.yaml are the same configuration but for the seed"),
     ("versus base.yaml --set seed=7", "are the same configuration but for the seed"),
     ("versus base.yaml --set lr", "--set lr: write FIELD=VALUE, such as lr=0.002"),
     ("versus base.yaml --set lt=1", "--set: there is no field 'lt'"),
     ("versus base.yaml other.yaml --set lr=1", "base.yaml and other.yaml are A and B: leave --set lr=1 out"),
-    ("versus base.yaml other.yaml --data_path t.txt --metric val_los", "no training logs 'val_los': did you mean"),
+    (
+        "versus base.yaml other.yaml --data_path t.txt --metric val_los",
+        "--metric val_los: no training logs 'val_los': did you mean",
+    ),
     ("versus base.yaml long.yaml --data_path t.txt", "A and B differ in length (phases)"),
     ("versus base.yaml data.yaml --data_path t.txt", "A and B differ in data (datasets)"),
-    ("versus base.yaml other.yaml", "no data: name"),
+    ("versus base.yaml other.yaml", "base.yaml: no data: name"),
+    ("versus base.yaml --set eval_every=0 --data_path t.txt", "--set: eval_every is 0: it must be at least 1"),
+    ("versus base.yaml --set wandb=online lr=0.1 --data_path t.txt", "--set: wandb is online, and the trials of"),
     ("versus base.yaml other.yaml --data_path t.txt --level 1", "--level 1: must be at least 0.5 and below 1"),
     ("versus base.yaml other.yaml --data_path t.txt --smallest 0", "--smallest 0: must be more than 0"),
     ("versus base.yaml other.yaml --data_path t.txt --max_pairs 0", "--max_pairs 0: must be at least 1"),

@@ -31,10 +31,11 @@ def versus_text(study: Study) -> str:
         rows.append([str(number), str(pair.seed), _value(pair.a), _value(pair.b), difference, interval])
     lines += ["", *aligned(rows, left=None)] if len(rows) > 1 else []
     found = outcome(study.history, versus)
+    verdict = found.ending or found.text()
     for one in study.history.trials.values():
-        if one.state == "failed" and one.reason != found.why:
+        if one.state == "failed" and str(one.reason) not in verdict:
             lines.append(f"trial {one.number}, {one.params['side']} of seed {one.params['seed']}: {one.reason}")
-    return "\n".join([*map(printable, lines), "", found.ending or found.text()])
+    return "\n".join([*map(printable, lines), "", verdict])
 
 
 def rows_of(study: Study) -> list[tuple[Pair, Comparison]]:
