@@ -7,16 +7,15 @@ pairs are trials of a sweep over seeds, and all of them count. The same command 
 """
 
 import json
-import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 from measure import Lines, Result, flags
+from sweep_real import build_corpus, roxxel
 
 from roxxel_dist.sweep.samplers.pairs import Comparison, Pair, compare, looks
 from roxxel_dist.sweep.space.versus import Versus
@@ -33,18 +32,12 @@ FURTHER, QUICK_FURTHER = range(1001, 1021), range(1001, 1004)
 """Seeds."""
 
 
-def roxxel(*words: object) -> str:
-    """Run the command; returns what it printed."""
-    command = [sys.executable, "-m", "roxxel_dist", *map(str, words)]
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
-
-
 def comparing(folder: Path, name: str, seeds: range) -> Iterable[Result]:
     """The verdict on one field, then the further pairs."""
     base, data, to = folder / "base.yaml", folder / "data", CHANGES[name]
     common = ("--data_path", data, "--workers", 2)
-    told = roxxel("versus", base, "--set", f"{name}={to}", "--study", folder / f"versus_{name}", "--json", *common)
+    told = roxxel("versus", base, "--set", f"{name}={to}", "--study", folder / f"versus_{name}", "--json", *common,
+                  stdout=subprocess.PIPE)  # fmt: skip
     found = json.loads(told)
     what = f"{name} {BASE[name]} against {to}"
     yield Result(what=what, against="val_loss, A less B", measured=found["difference"], note=found["text"])
@@ -83,13 +76,11 @@ def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("folder", type=Path)
     asked = parser.parse_args()
-    report, folder = Lines(asked.json), asked.folder
+    report, folder = Lines(asked.json), asked.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
     if not (folder / "data").exists():
-        left_out = ("test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages")
-        roxxel("data", "build", sysconfig.get_paths()["stdlib"], "--out", folder / "data", "--tokenizer", "byte",
-               "--include", "*.py", "--exclude", *left_out)  # fmt: skip
+        build_corpus(folder / "data", "byte")
     for name in CHANGES:
         report.add(name, lambda: comparing(folder, name, QUICK_FURTHER if asked.quick else FURTHER))  # noqa: B023
     return report.end()

@@ -203,7 +203,7 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         return run.create_study(search, project)
 
 
-def study_bucket(flags: Mapping[str, str], held: ExitStack) -> Any:
+def study_bucket(flags: Mapping[str, Any], held: ExitStack) -> Any:
     """The bucket of the study that flags name, held until `held` ends; None where it is in a folder."""
     if (url := bucket_url(flags.get("study"))) is None:
         check_local("--study", flags.get("study"))

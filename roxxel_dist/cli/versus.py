@@ -143,6 +143,7 @@ def _ended(files: Any, max_pairs: int) -> tuple[Any, int] | None:
     from roxxel_dist.sweep.study.folder import read_study
 
     study = read_study(files.path, files.url, is_searched=False)
+    assert study.sweep.versus is not None
     found = outcome(study.history, study.sweep.versus)
     if found.ending is None and found.pairs + found.dropped < max_pairs:
         return None

@@ -22,7 +22,7 @@ from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.process.exit_codes import EXIT_FILES
 from roxxel_dist.sweep.driver import bucket, start
 from roxxel_dist.sweep.samplers.pairs import outcome
-from roxxel_dist.sweep.space.sweep_file import sweep_of
+from roxxel_dist.sweep.space.versus import Versus
 from roxxel_dist.sweep.study import stored_journal
 from roxxel_dist.sweep.study.journal import replay
 from roxxel_dist.sweep.study.stored_journal import JournalWriter, read_journal
@@ -251,7 +251,7 @@ def test_a_comparison_in_a_bucket(study, monkeypatch, capsys, tmp_path):
     study.extras = yaml.safe_load((made / "extras.yaml").read_text())
     sweep = yaml.safe_load((made / "study.yaml").read_text())
     ending = study.run_here(trial_bodies.paired, sweep=sweep, count=40)
-    assert ending.reason == outcome(study.history, sweep_of(sweep, study.extras).versus).ending
+    assert ending.reason == outcome(study.history, Versus(**study.extras["versus"])).ending
     trained = len(study.of("ask"))
     assert trained > 4
     study.on_another_host()

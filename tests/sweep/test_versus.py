@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from statistics import variance
 
 import pytest
@@ -164,18 +163,17 @@ def test_real_trainings_whose_driver_is_killed_six_times(unbroken, tmp_path, pla
     seed = random.randrange(2**32)
     print("seed", seed)
     chance, kills = random.Random(seed), 0
-    with S3Server(tmp_path) if place == "bucket" else nullcontext() as server:
-        with server.environment() if server else nullcontext():
-            versus = RealVersus(folder, server.url("studies", "killed") if server else "killed")
-            while kills < 6:
-                driver, before = versus.start(), len(versus.journal())
-                until(lambda: len(versus.journal()) > before or driver.poll() is not None, "the driver")  # noqa: B023
-                time.sleep(chance.uniform(0, 5))
-                kills += driver.poll() is None
-                driver.kill()
-                driver.communicate()
-            assert versus.outcome() == (told, pairs)
-            attempts = [one.attempts for one in replay(folder, versus.journal()).trials.values()]
+    with S3Server(tmp_path) as server, server.environment():
+        versus = RealVersus(folder, server.url("studies", "killed") if place == "bucket" else "killed")
+        while kills < 6:
+            driver, before = versus.start(), len(versus.journal())
+            until(lambda: len(versus.journal()) > before or driver.poll() is not None, "the driver")  # noqa: B023
+            time.sleep(chance.uniform(0, 5))
+            kills += driver.poll() is None
+            driver.kill()
+            driver.communicate()
+        assert versus.outcome() == (told, pairs)
+        attempts = [one.attempts for one in replay(folder, versus.journal()).trials.values()]
     print("kills", kills, "attempts", attempts)
     assert max(attempts) > 1, "a training was cut and went on"
 
