@@ -286,7 +286,8 @@ def _check_same(args: VersusArgs, files: Any, sides: Side | None) -> None:
     for name, known in begun.items():
         given = getattr(args, name)
         if given != known and given != getattr(VersusArgs, name):
+            begun_with = "without it" if known is None else f"with {known}"
             raise UserError(
-                f"{argument(name, given)}: {files.place} was begun with {known}, and a verdict must not depend on what "
+                f"{argument(name, given)}: {files.place} was begun {begun_with}, and a verdict must not depend on what "
                 f"was seen: leave it out, or name another --study"
             )

@@ -239,6 +239,7 @@ BAD = [
     ("versus base.yaml other.yaml --data_path t.txt --max_pairs 0", "--max_pairs 0: must be at least 1"),
     ("versus --study made --metric val_bpb", "--metric val_bpb: made was begun with val_loss, and a verdict must not"),
     ("versus --study made --maximize", "--maximize: made was begun with False, and a verdict must not"),
+    ("versus --study made --smallest 0.1", "--smallest 0.1: made was begun without it, and a verdict must not"),
     ("versus --study made --level 0.8", "--level 0.8: made was begun with 0.9, and a verdict must not depend"),
     ("versus base.yaml --set lr=0.003 --data_path t.txt --study made", "--study made compares other configurations"),
     ("versus --study search", "--study search is a search, and no comparison"),
