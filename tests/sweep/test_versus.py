@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,8 @@ from roxxel_dist.cli import main
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.config import Config
-from roxxel_dist.sweep.driver import start
+from roxxel_dist.sweep.driver import run, start
+from roxxel_dist.sweep.driver.controller import Ending
 from roxxel_dist.sweep.report.versus import pair_of_runs, versus_json, versus_text
 from roxxel_dist.sweep.samplers.pairs import outcome, pairs_of
 from roxxel_dist.sweep.space.sweep_file import sweep_of
@@ -63,7 +65,17 @@ def test_the_verdict_is_that_of_the_first_pairs_however_many_run_at_once(compare
     journal = compared.path / "journal.jsonl"
     journal.unlink()
     compared.more["task"] = {"sleep": 0.02}  # they end in another order
-    assert compared.compare(workers=4).reason == ending.reason
+    asked_to_end = []
+
+    def changed(history, number):
+        """Ctrl-C once the verdict is there, while others still run."""
+        if not asked_to_end and history.trials and outcome(history, VERSUS).ending:
+            asked_to_end.append(number)
+            signal.raise_signal(signal.SIGINT)
+
+    compared.changed = changed
+    assert compared.compare(workers=4) == ending
+    assert len(asked_to_end) == 1
     assert found(compared) == first
     paused = [event for event in compared.of("pause") if event["rule"] == "versus"]
     assert {event["trial"] for event in paused} <= compared.history.trials.keys()
@@ -337,3 +349,13 @@ def test_a_comparison_that_is_over_starts_nothing_and_is_shown(tmp_path, monkeyp
     assert main(["report", "compared"]) == 0
     assert verdict in capfd.readouterr().out
     assert verdict in (tmp_path / "compared" / "report" / "report.html").read_text()
+
+
+def test_what_stops_a_comparison_before_its_verdict_is_said(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    made_versus(tmp_path, [-0.1, -0.11])
+    (tmp_path / "text.txt").write_text("some text\n" * 400)
+    monkeypatch.setattr(run, "run_sweep", lambda *_, **__: Ending(code=42, reason="asked to end"))
+    assert main(["versus", "--study", "compared"]) == 42
+    *_, verdict, reason, _page = capfd.readouterr().out.splitlines()
+    assert (verdict[:23], reason) == ("undecided after 2 pairs", "asked to end")
