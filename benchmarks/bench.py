@@ -66,6 +66,7 @@ PROGRAMS = (
     Program(name="sweep_mixint", part="sweep", words=("--instances", "5", "--all")),
     Program(name="sweep_schedulers", part="sweep"),
     Program(name="sweep_real", part="sweep", words=(f"{CACHE}/sweep",)),
+    Program(name="versus_real", part="sweep", words=(f"{CACHE}/versus",)),
     Program(name="sweep_budget", part="sweep", words=(f"{CACHE}/budget",)),
 )
 PARTS = tuple(dict.fromkeys(program.part for program in PROGRAMS))

@@ -28,20 +28,18 @@ MINUTES = 15
 """What twelve trials may take."""
 
 
-def roxxel(*words: object) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "roxxel_dist", *map(str, words)],
-        check=True,
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
+def roxxel(*words: object, stdout: int | None = None) -> str:
+    """Run the command; returns what it printed, where `stdout` is a pipe."""
+    command, env = [sys.executable, "-m", "roxxel_dist", *map(str, words)], os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, check=True, cwd=ROOT, env=env, stdout=stdout, text=True).stdout
 
 
-def build_corpus(data: Path) -> None:
-    """A data set of the sources of Python's standard library."""
+def build_corpus(data: Path, *tokenizer: object) -> None:
+    """A data set of the sources of Python's standard library; its tokenizer is bpe where none is named."""
     left_out = ("test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data")
-    roxxel("data", "build", sysconfig.get_paths()["stdlib"], "--out", data, "--tokenizer", "bpe", "--vocab_size", 1024,
-           "--include", "*.py", "--exclude", *left_out)  # fmt: skip
+    words = tokenizer or ("bpe", "--vocab_size", 1024)
+    roxxel("data", "build", sysconfig.get_paths()["stdlib"], "--out", data, "--include", "*.py", "--exclude", *left_out,
+           "--tokenizer", *words)  # fmt: skip
 
 
 def default_loss(folder: Path) -> float:

@@ -72,7 +72,7 @@ def confirm(words: list[str]) -> int:
         with usage_errors():
             flags = flags_in(words)
             factor = _factor(flags)
-            bucket = _bucket({**flags, "dry_run": ""}, held)  # the study itself is only read
+            bucket = study_bucket({**flags, "dry_run": ""}, held)  # the study itself is only read
             study = read_study(flags["study"]) if bucket is None else read_study(bucket.path, bucket.url)
             if bucket is not None:
                 bucket.fetch_confirmation()
@@ -181,7 +181,7 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
             parse_config(SweepArgs, words, "sweep", None)
         flags = flags_in(words)
         named: dict[str, Any] = {name: flags.get(name) for name in ("study", "sweep_config", "sweep_id")}
-        bucket = _bucket(flags, held)
+        bucket = study_bucket(flags, held)
         study = StudyDir(SweepOptions(**named).folder) if bucket is None else bucket.files
         if bucket is None and "dry_run" not in flags:
             held.enter_context(study.hold(info))
@@ -208,8 +208,8 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         return run.create_study(search, project)
 
 
-def _bucket(flags: Mapping[str, str], held: ExitStack) -> Any:
-    """The study's bucket; None where it is in a folder."""
+def study_bucket(flags: Mapping[str, Any], held: ExitStack) -> Any:
+    """The bucket of the study that flags name, held until `held` ends; None where it is in a folder."""
     if (url := bucket_url(flags.get("study"))) is None:
         check_local("--study", flags.get("study"))
         return None

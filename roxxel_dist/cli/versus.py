@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from roxxel_dist.cli.words.arguments import check_new_run
 from roxxel_dist.cli.words.flags import Positional
 from roxxel_dist.cli.words.parser import parse
-from roxxel_dist.data.files.discovery import check_local
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import local_run
@@ -21,6 +20,7 @@ from roxxel_dist.settings.effect import check_effect, chosen
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.settings.values import with_numbers
 from roxxel_dist.sweep.driver.options import TrialOptions
+from roxxel_dist.sweep.space.versus import Versus
 from roxxel_dist.utils.voice import argument
 
 DATA = ("datasets", "validation", "val_fraction", "eval_iters", "tokenizer_type", "data_dtype", "passes")
@@ -51,7 +51,8 @@ class VersusArgs(TrialOptions):
     set: tuple[str, ...] = ()
     """FIELD=VALUE …: B is A with these changes."""
     study: str | None = None
-    """Folder of the study. An existing one continues. Default: studies/versus."""
+    """Folder of the study, or an address (s3://…, gs://…, az://…). An existing one continues. Default:
+    studies/versus."""
     data_path: str | None = None
     """As of `train`, for both. Default: that of the run, if A is one."""
     metric: str = "val_loss"
@@ -73,9 +74,9 @@ class VersusArgs(TrialOptions):
 
     def __post_init__(self) -> None:
         """Raises UserError for numbers that cannot be."""
+        Versus(changes={}, names={}, level=self.level, smallest=self.smallest)
         if self.max_pairs < 1:
             raise UserError(f"--max_pairs {self.max_pairs}: must be at least 1")
-        check_local("--study", self.study)
 
 
 def versus(words: list[str]) -> int:
@@ -84,7 +85,7 @@ def versus(words: list[str]) -> int:
     with ExitStack() as held:
         if args.json:  # standard output is JSON alone
             held.enter_context(contextlib.redirect_stdout(sys.stderr))
-        study, code = _run(args)
+        study, code = _run(args, held)
     if args.json:
         import json
 
@@ -95,47 +96,54 @@ def versus(words: list[str]) -> int:
     return code
 
 
-def _run(args: VersusArgs) -> tuple[Any, int]:
-    """(the study, the exit code), once no more pairs are trained."""
+def _run(args: VersusArgs, held: ExitStack) -> tuple[Any, int]:
+    """(the study, the exit code), once no more pairs are trained. `held` keeps the study."""
+    from roxxel_dist.cli.sweep import study_bucket
     from roxxel_dist.sweep.driver import run
     from roxxel_dist.sweep.driver.options import SweepOptions
     from roxxel_dist.sweep.study.folder import StudyDir, read_study
     from roxxel_dist.view.web.report import write_study
 
-    with ExitStack() as held:
-        with usage_errors():
-            files = StudyDir(Path(args.study or "studies/versus"))
-            given = {field.name: getattr(args, field.name) for field in dataclasses.fields(TrialOptions)}
-            options = SweepOptions(**given, study=str(files.path), count=2 * args.max_pairs, data_path=args.data_path)
-            sides = _sides(args)
-            if sides is None and not files.is_there:
-                raise UserError(
-                    "nothing to compare: name two configs, as in versus A.yaml B.yaml, or one and a change, as in "
-                    "versus A.yaml --set lr=0.002"
-                )
+    with usage_errors():
+        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(TrialOptions)}
+        options = SweepOptions(**given, study=args.study, count=2 * args.max_pairs, data_path=args.data_path)
+        sides = _sides(args)
+        of_host = {} if sides is None else {name: getattr(sides[0], name) for name in ("cache_dir", "store_timeout")}
+        bucket = study_bucket({"study": args.study, **of_host}, held)
+        files = StudyDir(Path(args.study or "studies/versus")) if bucket is None else bucket.files
+        if sides is None and not files.is_there:
+            raise UserError(
+                f"nothing to compare, and {files.place} is no study yet: name two configs, as in versus A.yaml B.yaml, "
+                "or one and a change, as in versus A.yaml --set lr=0.002"
+            )
+        if bucket is None:
             held.enter_context(files.hold(info))
-            if files.is_there:
-                _check_same(args, files, sides)
-                if is_study(files.path) and (ended := _ended(read_study(files.path), args.max_pairs)) is not None:
-                    return ended
-                search = run.open_sweep(options, None, Config.from_yaml(str(files.base_file)), None)
-            else:
-                assert sides is not None
-                config, data_path, changes, names = sides
-                folder = held.enter_context(TemporaryDirectory())
-                definition, extras = _write(Path(folder), args, config, changes, names)
-                options = dataclasses.replace(options, extras=extras, data_path=data_path)
-                search = run.open_sweep(options, definition, config, None)
-            search = run.create_study(search, None)
-        code = run.search(search, write_study)
-        return read_study(files.path, is_searched=False), code
+        options = dataclasses.replace(options, study=files.place)
+        if files.is_there:
+            _check_same(args, files, sides)
+            if is_study(files.path) and (ended := _ended(files, args.max_pairs)) is not None:
+                return ended
+            search = run.open_sweep(options, None, Config.from_yaml(str(files.base_file)), None, bucket)
+        else:
+            assert sides is not None
+            config, data_path, changes, names = sides
+            folder = held.enter_context(TemporaryDirectory())
+            definition, extras = _write(Path(folder), args, config, changes, names)
+            options = dataclasses.replace(options, extras=extras, data_path=data_path)
+            search = run.open_sweep(options, definition, config, None, bucket)
+        search = run.create_study(search, None)
+    code = run.search(search, write_study)
+    return read_study(files.path, files.url, is_searched=False), code
 
 
-def _ended(study: Any, max_pairs: int) -> tuple[Any, int] | None:
+def _ended(files: Any, max_pairs: int) -> tuple[Any, int] | None:
     """Print what a study says that needs no more pairs; None where it does."""
     from roxxel_dist.sweep.report.versus import versus_text
     from roxxel_dist.sweep.samplers.pairs import outcome
+    from roxxel_dist.sweep.study.folder import read_study
 
+    study = read_study(files.path, files.url, is_searched=False)
+    assert study.sweep.versus is not None
     found = outcome(study.history, study.sweep.versus)
     if found.ending is None and found.pairs + found.dropped < max_pairs:
         return None
@@ -162,9 +170,9 @@ def _sides(args: VersusArgs) -> Side | None:
     if len(places) == 1 and not args.set:
         raise UserError(f"{places[0]} is A, and there is no B: name a second config, or --set FIELD=VALUE")
     config, data = _read(places[0])
-    other, other_data = _changed(config, args.set) if args.set else _read(places[1])
+    other, other_data = (_changed(config, args.set), data) if args.set else _read(places[1])
     data_path = args.data_path or data
-    if args.data_path is None and not args.set and other_data != data:
+    if args.data_path is None and other_data != data:
         raise UserError(f"data: {places[0]} reads {data}, and {places[1]} {other_data}: name it with --data_path")
     before, after = (
         {name: value for name, value in one.to_dict().items() if name not in OF_PEOPLE} for one in (config, other)
@@ -174,12 +182,21 @@ def _sides(args: VersusArgs) -> Side | None:
     if not changes:
         raise UserError(f"{places[0]} and {second} are the same configuration but for the seed: nothing to compare")
     _check_alike(args, config, other)
-    for one in (config, other):
-        if one.wandb == "online":
-            raise UserError("wandb is online, and the trials of a comparison write offline: use --set wandb=offline")
-        check_effect(one, chosen(one))
-        check_new_run(one, data_path)
+    for name, one in ((places[0], config), ("--set" if args.set else second, other)):
+        try:
+            _check(one, data_path)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
     return config, data_path, changes, {"A": places[0], "B": second}
+
+
+def _check(config: Config, data_path: str | None) -> None:
+    """Raises UserError for a config that no training of a comparison can have."""
+    config.validate()
+    if config.wandb == "online":
+        raise UserError("wandb is online, and the trials of a comparison write offline: make it offline")
+    check_effect(config, chosen(config))
+    check_new_run(config, data_path)
 
 
 def _read(place: str) -> tuple[Config, str | None]:
@@ -194,7 +211,7 @@ def _read(place: str) -> tuple[Config, str | None]:
     return Config.from_yaml(str(run / CONFIG)).with_absolute_paths(), data_of(saved_config(run), run)
 
 
-def _changed(config: Config, words: tuple[str, ...]) -> tuple[Config, None]:
+def _changed(config: Config, words: tuple[str, ...]) -> Config:
     """The config with the changes of --set."""
     import yaml
 
@@ -209,7 +226,7 @@ def _changed(config: Config, words: tuple[str, ...]) -> tuple[Config, None]:
             raise UserError(f"--set {word}: the value is not valid YAML") from error
     given = Config.from_dict(changes, "--set")  # other names of fields are known here
     values = {name: getattr(given, name) for name in given.given}
-    return Config.from_dict({**config.to_dict(), **values}, "--set").with_absolute_paths(), None
+    return Config.from_dict({**config.to_dict(), **values}, "--set").with_absolute_paths()
 
 
 def _check_alike(args: VersusArgs, config: Config, other: Config) -> None:
@@ -243,8 +260,6 @@ def _write(folder: Path, args: VersusArgs, config: Config, changes: Any, names: 
     """(the file of the sweep that trains the pairs, its second file), written into a folder."""
     import yaml
 
-    from roxxel_dist.sweep.space.versus import Versus
-
     found = Versus(changes=changes, names=names, level=args.level, smallest=args.smallest)
     metric = {"name": args.metric, "goal": "maximize" if args.maximize else "minimize"}
     sweep = {"method": "grid", "metric": metric, "parameters": Versus.parameters(config.seed)}
@@ -271,7 +286,8 @@ def _check_same(args: VersusArgs, files: Any, sides: Side | None) -> None:
     for name, known in begun.items():
         given = getattr(args, name)
         if given != known and given != getattr(VersusArgs, name):
+            begun_with = "without it" if known is None else f"with {known}"
             raise UserError(
-                f"{argument(name, given)}: {files.place} was begun with {known}, and a verdict must not depend on what "
+                f"{argument(name, given)}: {files.place} was begun {begun_with}, and a verdict must not depend on what "
                 f"was seen: leave it out, or name another --study"
             )

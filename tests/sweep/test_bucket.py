@@ -7,8 +7,10 @@ import random
 import process_ray
 import pytest
 import trial_bodies
+import yaml
 from browser import data_of
 from killed_drivers import ended, kill_and_go_on, until
+from made_study import made_versus
 from servers import AzureServer, GcsServer, S3Server
 from sweep_runs import ONE, Study
 
@@ -19,6 +21,8 @@ from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.process.exit_codes import EXIT_FILES
 from roxxel_dist.sweep.driver import bucket, start
+from roxxel_dist.sweep.samplers.pairs import outcome
+from roxxel_dist.sweep.space.versus import Versus
 from roxxel_dist.sweep.study import stored_journal
 from roxxel_dist.sweep.study.journal import replay
 from roxxel_dist.sweep.study.stored_journal import JournalWriter, read_journal
@@ -236,3 +240,26 @@ def test_reports_of_a_study_in_a_bucket(study, monkeypatch, capsys, tmp_path):
     assert main(["sweep", "--study", f"{study.url}/report", "--count", "1"]) == 2
     assert "and is not a study: name another place" in capsys.readouterr().err
     assert main(["sweep", "--study", "ftp://host/x", "--count", "1"]) == 2
+
+
+def test_a_comparison_in_a_bucket(study, monkeypatch, capsys, tmp_path):
+    """Taken up where nothing is but the bucket; its verdict, its report and its page are read from there."""
+    made, store = made_versus(tmp_path, [0.5, 0.6]), ObjectStore.open(study.url, timeout_s=10)
+    for name in ("config.yaml", "extras.yaml", "study.yaml", "journal.jsonl"):
+        store.upload(made / name, name)
+    monkeypatch.chdir(tmp_path)
+    study.extras = yaml.safe_load((made / "extras.yaml").read_text())
+    sweep = yaml.safe_load((made / "study.yaml").read_text())
+    ending = study.run_here(trial_bodies.paired, sweep=sweep, count=40)
+    assert ending.reason == outcome(study.history, Versus(**study.extras["versus"])).ending
+    trained = len(study.of("ask"))
+    assert trained > 4
+    study.on_another_host()
+    assert main(["versus", "--study", study.url]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == ending.reason
+    assert main(["versus", "--study", study.url, "--level", "0.8"]) == 2
+    assert f"{study.url} was begun with 0.9" in capsys.readouterr().err
+    assert len(study.of("ask")) == trained
+    assert main(["report", study.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versus"]["text"] == ending.reason
+    assert ending.reason in store.read("report/report.html").decode()

@@ -4,25 +4,34 @@ import dataclasses
 import json
 import math
 import random
+import signal
+import subprocess
+import sys
 import time
 from statistics import variance
 
 import pytest
 import trial_bodies
 import yaml
+from commands import environment
 from killed_drivers import ended, until
 from made_study import made_versus
-from sweep_desk import write_base
+from servers import S3Server
+from sweep_desk import text_sets, write_base
 
 from roxxel_dist.cli import main
+from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.config import Config
-from roxxel_dist.sweep.driver import start
+from roxxel_dist.sweep.driver import run, start
+from roxxel_dist.sweep.driver.controller import Ending
 from roxxel_dist.sweep.report.versus import pair_of_runs, versus_json, versus_text
-from roxxel_dist.sweep.samplers.pairs import outcome
+from roxxel_dist.sweep.samplers.pairs import outcome, pairs_of
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.space.versus import Versus
 from roxxel_dist.sweep.study.folder import Study
+from roxxel_dist.sweep.study.journal import replay
+from roxxel_dist.sweep.study.stored_journal import read_journal
 
 SWEEP = {"method": "grid", "parameters": Versus.parameters(7)}
 VERSUS = Versus(changes={"lr": 0.002}, names={"A": "a.yaml", "B": "b.yaml"})
@@ -56,7 +65,17 @@ def test_the_verdict_is_that_of_the_first_pairs_however_many_run_at_once(compare
     journal = compared.path / "journal.jsonl"
     journal.unlink()
     compared.more["task"] = {"sleep": 0.02}  # they end in another order
-    assert compared.compare(workers=4).reason == ending.reason
+    asked_to_end = []
+
+    def changed(history, number):
+        """Ctrl-C once the verdict is there, while others still run."""
+        if not asked_to_end and history.trials and outcome(history, VERSUS).ending:
+            asked_to_end.append(number)
+            signal.raise_signal(signal.SIGINT)
+
+    compared.changed = changed
+    assert compared.compare(workers=4) == ending
+    assert len(asked_to_end) == 1
     assert found(compared) == first
     paused = [event for event in compared.of("pause") if event["rule"] == "versus"]
     assert {event["trial"] for event in paused} <= compared.history.trials.keys()
@@ -92,6 +111,83 @@ def test_drivers_killed_six_times(compared):
     code, said = ended(compared.start("paired", SWEEP, count=40, workers=2))
     assert code == 0, said
     assert said.splitlines()[-1] == whole
+
+
+DRIVER = """
+import sys
+from roxxel_dist.cli import main
+from roxxel_dist.objects import lease
+lease.RENEW_S, lease.STALE_S, lease.POLL_S, lease.SETTLE_S = 0.5, 5.0, 0.1, 0.1
+sys.exit(main(sys.argv[1:]))
+"""
+TRAINED = 3
+"""Pairs."""
+
+
+class RealVersus:
+    """The command itself, with a Ray of its own and real trainings, of a study in a folder or in a bucket."""
+
+    def __init__(self, folder, study):
+        self.folder, self.study, self.starts = folder, study, 0
+
+    def start(self):
+        """On a host that has nothing but the bucket, where the study is in one."""
+        self.starts += 1
+        words = ["versus", "base.yaml", "--set", "lr=0.004", "--data_path", "self", "--study", self.study, "--json"]
+        words += ["--max_pairs", str(TRAINED), "--workers", "2", "--cpus_per_trial", "1"]
+        cache = {"XDG_CACHE_HOME": str(self.folder / f"cache{self.starts}")} if "://" in self.study else {}
+        with (self.folder / f"log{self.starts}").open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, "-c", DRIVER, *words], cwd=self.folder, env=environment(**cache),
+                stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+
+    def journal(self):
+        if "://" in self.study:
+            return read_journal(ObjectStore.open(self.study, timeout_s=10)).data
+        path = self.folder / self.study / "journal.jsonl"
+        return path.read_bytes() if path.exists() else b""
+
+    def outcome(self):
+        """(what it prints, its pairs)."""
+        code, said = ended(self.start(), limit_s=300)
+        assert code == 0, (self.folder / f"log{self.starts}").read_text()
+        return json.loads(said), pairs_of(replay(self.folder, self.journal()))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """(the folder, what it says, its pairs) of a comparison whose driver nobody kills."""
+    folder = tmp_path_factory.mktemp("real")
+    text_sets(folder)
+    write_base(folder, 60, 20, checkpoint_every=20, lr=0.001)
+    return folder, *RealVersus(folder, "unbroken").outcome()
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("ray")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_real_trainings_whose_driver_is_killed_six_times(unbroken, tmp_path, place):
+    folder, told, pairs = unbroken
+    assert len(pairs) == told["pairs"] == TRAINED
+    assert all(one.difference for one in pairs)
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    with S3Server(tmp_path) as server, server.environment():
+        versus = RealVersus(folder, server.url("studies", "killed") if place == "bucket" else "killed")
+        for _ in range(6):
+            driver, lines = versus.start(), versus.journal().count(b"\n") + chance.randint(1, 9)  # 3 are of the start
+            until(lambda: versus.journal().count(b"\n") >= lines or driver.poll() is not None, "it", 300)  # noqa: B023
+            time.sleep(chance.uniform(0, 1))
+            assert driver.poll() is None, "it ended before it was killed"
+            driver.kill()
+            driver.communicate()
+        assert versus.outcome() == (told, pairs)
+        attempts = [one.attempts for one in replay(folder, versus.journal()).trials.values()]
+    print("attempts", attempts)
+    assert max(attempts) > 1, "a training was cut and went on"
 
 
 def test_more_pairs_continue_what_ended_undecided(compared):
@@ -134,26 +230,32 @@ def test_what_a_report_says(compared):
 
 
 BAD = [
-    ("versus", "nothing to compare: name two configs"),
+    ("versus", "nothing to compare, and studies/versus is no study yet: name two configs"),
     ("versus base.yaml", "base.yaml is A, and there is no B"),
     ("versus base.yaml base.yaml", "base.yaml and base.yaml are the same configuration but for the seed"),
     ("versus base.yaml --set seed=7", "are the same configuration but for the seed"),
     ("versus base.yaml --set lr", "--set lr: write FIELD=VALUE, such as lr=0.002"),
     ("versus base.yaml --set lt=1", "--set: there is no field 'lt'"),
     ("versus base.yaml other.yaml --set lr=1", "base.yaml and other.yaml are A and B: leave --set lr=1 out"),
-    ("versus base.yaml other.yaml --data_path t.txt --metric val_los", "no training logs 'val_los': did you mean"),
+    (
+        "versus base.yaml other.yaml --data_path t.txt --metric val_los",
+        "--metric val_los: no training logs 'val_los': did you mean",
+    ),
     ("versus base.yaml long.yaml --data_path t.txt", "A and B differ in length (phases)"),
     ("versus base.yaml data.yaml --data_path t.txt", "A and B differ in data (datasets)"),
-    ("versus base.yaml other.yaml", "no data: name"),
+    ("versus base.yaml other.yaml", "base.yaml: no data: name"),
+    ("versus base.yaml --set eval_every=0 --data_path t.txt", "--set: eval_every is 0: it must be at least 1"),
+    ("versus base.yaml --set wandb=online lr=0.1 --data_path t.txt", "--set: wandb is online, and the trials of"),
     ("versus base.yaml other.yaml --data_path t.txt --level 1", "--level 1: must be at least 0.5 and below 1"),
     ("versus base.yaml other.yaml --data_path t.txt --smallest 0", "--smallest 0: must be more than 0"),
     ("versus base.yaml other.yaml --data_path t.txt --max_pairs 0", "--max_pairs 0: must be at least 1"),
     ("versus --study made --metric val_bpb", "--metric val_bpb: made was begun with val_loss, and a verdict must not"),
     ("versus --study made --maximize", "--maximize: made was begun with False, and a verdict must not"),
+    ("versus --study made --smallest 0.1", "--smallest 0.1: made was begun without it, and a verdict must not"),
     ("versus --study made --level 0.8", "--level 0.8: made was begun with 0.9, and a verdict must not depend"),
     ("versus base.yaml --set lr=0.003 --data_path t.txt --study made", "--study made compares other configurations"),
     ("versus --study search", "--study search is a search, and no comparison"),
-    ("versus base.yaml --set lr=0.1 --study s3://a/b", "--study"),
+    ("versus base.yaml --set lr=0.1 --data_path t.txt --study hdfs://a/b", "--study is hdfs://a/b: it cannot be in"),
     ("versus base.yaml other.yaml --data_path t.txt --metric val_loss/x", "there is no `validation`"),
     ("versus none other.yaml", "none"),
 ]
@@ -247,3 +349,13 @@ def test_a_comparison_that_is_over_starts_nothing_and_is_shown(tmp_path, monkeyp
     assert main(["report", "compared"]) == 0
     assert verdict in capfd.readouterr().out
     assert verdict in (tmp_path / "compared" / "report" / "report.html").read_text()
+
+
+def test_what_stops_a_comparison_before_its_verdict_is_said(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    made_versus(tmp_path, [-0.1, -0.11])
+    (tmp_path / "text.txt").write_text("some text\n" * 400)
+    monkeypatch.setattr(run, "run_sweep", lambda *_, **__: Ending(code=42, reason="asked to end"))
+    assert main(["versus", "--study", "compared"]) == 42
+    *_, verdict, reason, _page = capfd.readouterr().out.splitlines()
+    assert (verdict[:23], reason) == ("undecided after 2 pairs", "asked to end")

@@ -25,6 +25,7 @@ from roxxel_dist.sweep.space.sweep_file import (
     check_per_token,
     hint_for,
 )
+from roxxel_dist.utils.voice import argument
 
 LOGGED = (
     "val_loss", "val_bpb", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s",
@@ -45,11 +46,12 @@ def check_metric(run: SweepRun) -> None:
     is_known = metric in LOGGED or "/" in metric or run.sweep.weights
     if is_ours and run.server is None and not own and not is_known:
         if metric in MEANS:
-            raise UserError(
-                f"metric.name: {metric} is a mean over sets of `validation`: give their weights, as in metric: "
-                f"{{name: {metric}, weights: {{code: 0.5, math: 0.5}}}}"
+            raise _of_metric(
+                run.sweep,
+                f"{metric} is a mean over sets of `validation`: give their weights, as in metric: {{name: {metric}, "
+                "weights: {code: 0.5, math: 0.5}}",
             )
-        raise UserError(f"metric.name: no training logs {metric!r}: {hint_for(metric, LOGGED)}")
+        raise _of_metric(run.sweep, f"no training logs {metric!r}: {hint_for(metric, LOGGED)}")
 
 
 def check_comparable(run: SweepRun) -> None:
@@ -100,6 +102,8 @@ def _change(names: list[str]) -> str:
 
 
 def _of_metric(sweep: Sweep, why: str) -> ValueError:
+    if sweep.versus is not None:
+        return UserError(f"{argument('metric', sweep.metric)}: {why}")
     return UserError(f"metric.name: {why}") if sweep.locator is None else sweep.locator.error(["metric", "name"], why)
 
 

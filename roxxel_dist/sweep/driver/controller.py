@@ -326,10 +326,10 @@ class Controller:
             )
 
     def _ended(self) -> Ending:
-        if (ending := self._ending or self._last) is not None:
-            return ending
         if (compared := self.decisions.comparison) is not None and compared.ending is not None:
             return Ending(code=1 if compared.is_vain else 0, reason=compared.ending)
+        if (ending := self._ending or self._last) is not None:
+            return ending
         trials, failed = len(self._history.trials), self._history.count("failed")
         if failed and self._history.best is None:
             return Ending(code=1, reason=f"none of {trials} trials gave a value: {failed} failed")

@@ -7,7 +7,7 @@ from typing import Any
 
 from roxxel_dist.launcher.output.console import clock, printable
 from roxxel_dist.sweep.report.text import STATES, parameter_columns, short_names
-from roxxel_dist.sweep.samplers.pairs import outcome
+from roxxel_dist.sweep.samplers.pairs import last_value, outcome
 from roxxel_dist.sweep.space.versus import Versus
 from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.sweep.study.journal import History, Trial
@@ -98,9 +98,10 @@ class LiveView:
                 self.log(f"trial {trial.number} runs{again}: {self._params(trial)}")
         elif trial.value is not None or self._versus is None:
             best, left = history.best, self._left(history)
+            value = trial.value if self._versus is None else last_value(trial)
             tail = "" if best is None or self._versus is not None else f"; best {best.value:.6g} of trial {best.number}"
             tail += "" if left is None else f"; {clock(left)} left"
-            self.log(f"trial {trial.number} {STATES[trial.state]}: {history.metric} {short(trial.value)}{tail}")
+            self.log(f"trial {trial.number} {STATES[trial.state]}: {history.metric} {short(value)}{tail}")
 
     def render(self) -> Any:
         """The table, as it is now."""

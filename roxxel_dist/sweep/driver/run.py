@@ -29,6 +29,7 @@ from roxxel_dist.sweep.driver.checks import (
     program_notes,
     rung_notes,
 )
+from roxxel_dist.sweep.driver.controller import Ending
 from roxxel_dist.sweep.driver.data_search import changed_data, refuse_led, with_data
 from roxxel_dist.sweep.driver.live_view import LiveView
 from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
@@ -176,7 +177,7 @@ def search(run: SweepRun, write_page: WritePage) -> int:
         except LeaseLostError as error:
             view.log(str(error))
             return EXIT_FAILED
-    _last_words(run, ending.reason, write_page)
+    _last_words(run, ending, write_page)
     return ending.code
 
 
@@ -212,11 +213,14 @@ def _notes(run: SweepRun) -> list[str]:
     return lines if run.server is not None else [*lines, *changed_data(run.sweep, run.history().trials.get(0))]
 
 
-def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
+def _last_words(run: SweepRun, ending: Ending, write_page: WritePage) -> None:
     """Print why it ended and the best, and write the page."""
     study = read_study(run.study.path, run.study.url, is_searched=False)  # this driver has ended
-    text = f"{table(study)}\n\n{reason}" if run.sweep.versus is None else versus_text(study)
-    print(text, flush=True)
+    if run.sweep.versus is None:
+        print(f"{table(study)}\n\n{ending.reason}", flush=True)
+    else:  # which has its verdict as the last line
+        shown = versus_text(study)
+        print(shown if shown.endswith(ending.reason) or not ending.code else f"{shown}\n{ending.reason}", flush=True)
     try:
         page, missing = write_page(study, study.path / REPORT, lambda line: print(line, flush=True))
         page = page if run.bucket is None else run.bucket.send_page(page)

@@ -133,7 +133,8 @@ class SweepRun:
         line = "trials until Ctrl-C" if self.count is None else counted(self.count, "trial")
         line += f", {begun} of them begun before" if begun else ""
         if self.sweep.versus is not None and self.count is not None:
-            line = f"{counted(self.count // 2, 'pair')} at most" + (f", {begun} trials begun before" if begun else "")
+            line = f"{counted(self.count // 2, 'pair')} at most"
+            line += f", {counted(begun, 'trial')} begun before" if begun else ""
             size = None
         line += "" if size is None else f"; the space has {size:,} points"
         return line + (f"; {workers} at once" if workers > 1 else "")

@@ -30,10 +30,12 @@ def versus_text(study: Study) -> str:
         difference = "-" if pair.difference is None else f"{pair.difference:+.3g}"
         rows.append([str(number), str(pair.seed), _value(pair.a), _value(pair.b), difference, interval])
     lines += ["", *aligned(rows, left=None)] if len(rows) > 1 else []
-    failed = [trial for trial in study.history.trials.values() if trial.state == "failed"]
-    lines += [f"trial {one.number}, {one.params['side']} of seed {one.params['seed']}: {one.reason}" for one in failed]
     found = outcome(study.history, versus)
-    return "\n".join([*map(printable, lines), "", found.ending or found.text()])
+    verdict = found.ending or found.text()
+    for one in study.history.trials.values():
+        if one.state == "failed" and str(one.reason) not in verdict:
+            lines.append(f"trial {one.number}, {one.params['side']} of seed {one.params['seed']}: {one.reason}")
+    return "\n".join([*map(printable, lines), "", verdict])
 
 
 def rows_of(study: Study) -> list[tuple[Pair, Comparison]]:

@@ -33,6 +33,7 @@ Mathematical Statistics 41 (1970), 1397-1409), and the product of both is judged
 """
 
 import math
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
@@ -218,7 +219,7 @@ def compare(pairs: Sequence[Pair], versus: Versus, sign: float) -> Comparison:
     enough = evidence_of_losses(lost["A"], lost["B"]) + evidence(differences) >= -math.log1p(-versus.level)
     if enough and len(leans) == 1:
         verdict = "A" if leans.pop() < 0 else "B"
-    elif versus.smallest is not None and differences and not sum(lost.values()) and _within(low, high, versus.smallest):
+    elif versus.smallest is not None and differences and not sum(lost.values()) and max(-low, high) <= versus.smallest:
         verdict = "same"
     return Comparison(
         difference=mean if differences else None,
@@ -235,25 +236,15 @@ def compare(pairs: Sequence[Pair], versus: Versus, sign: float) -> Comparison:
     )
 
 
-def _within(low: float, high: float, smallest: float) -> bool:
-    return -smallest <= low and high <= smallest
-
-
 def _needed(differences: Sequence[float], mean: float, versus: Versus) -> int | None:
     """How many pairs give a verdict where mean and deviation stay as they are; None where so many do not."""
     count = len(differences)
     if count < 2:
         return None
-    scale = _scale(differences)
-    spread = scale * math.sqrt(math.fsum(((one - mean) / scale) ** 2 for one in differences) / (count - 1))
-    margins = [abs(mean), 0.0 if versus.smallest is None else versus.smallest - abs(mean)]
-    if (margin := max(margins)) <= 0 or half_width(MOST, versus.level) * spread >= margin:
-        return None
-    low, high = count, MOST
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if half_width(middle, versus.level) * spread < margin else (middle, high)
-    return high
+    spread = _moments(differences)[1] * math.sqrt(count / (count - 1))
+    margin = max(abs(mean), 0.0 if versus.smallest is None else versus.smallest - abs(mean))
+    found = bisect(range(MOST + 1), False, count + 1, key=lambda n: half_width(n, versus.level) * spread < margin)
+    return found if found <= MOST else None
 
 
 def pairs_of(history: History) -> list[Pair]:
@@ -264,7 +255,7 @@ def pairs_of(history: History) -> list[Pair]:
         if len(sides) < len(SIDES) or any(one.state in ("running", "paused") for one in sides.values()):
             break
         why = next((f"{side}: {one.reason}" for side, one in sides.items() if one.reason), None)
-        found.append(Pair(seed=seed, a=_value(sides["A"]), b=_value(sides["B"]), why=why))
+        found.append(Pair(seed=seed, a=last_value(sides["A"]), b=last_value(sides["B"]), why=why))
     return found
 
 
@@ -275,7 +266,7 @@ def _by_seed(history: History) -> dict[int, dict[str, Trial]]:
     return found
 
 
-def _value(trial: Trial) -> float | None:
+def last_value(trial: Trial) -> float | None:
     """The last report: a best one would be lower the more often it is measured."""
     if trial.state == "failed":
         return math.nan if trial.kind == "nan" else None

@@ -359,7 +359,8 @@ class Journal:
                 written += os.write(self._file, data[written:])
             if self._stored is None:
                 os.fdatasync(self._file)
-        except OSError:
+        except OSError as error:
+            error.filename = str(self._study / JOURNAL)
             with suppress(OSError):  # a later line must not stand behind half of this one
                 os.ftruncate(self._file, self._size)
             raise
