@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.samplers.law import Law, chance_of_fit, propose
+from roxxel_dist.sweep.samplers.discrepancy import chance_of_fit
+from roxxel_dist.sweep.samplers.law import Law, propose
 from roxxel_dist.sweep.space.mixture import mixture_space
 
 NAMES = ("code", "math", "web", "books")

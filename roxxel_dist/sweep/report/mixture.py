@@ -283,7 +283,8 @@ class LawOfStudy:
     @classmethod
     def fit(cls, study: Study) -> "LawOfStudy | None":
         """That of a study; None where there are too few trials."""
-        from roxxel_dist.sweep.samplers.law import Law, chance_of_fit
+        from roxxel_dist.sweep.samplers.discrepancy import chance_of_fit
+        from roxxel_dist.sweep.samplers.law import Law
 
         spaces, sign, material = study.sweep.space.mixtures, study.sweep.sign, _Material.of_study(study)
         found = material.found
@@ -296,7 +297,7 @@ class LawOfStudy:
             losses, weights = np.hstack([losses, logged[1]]), np.array([1.0, *[0.0] * len(logged[0])])
         shares = found.shares[:, order]
         law = Law.fit(shares, losses * np.where(weights > 0, sign, 1.0), material.others)
-        predicted = law.mean(shares) @ weights
+        predicted = law.fitted() @ weights
         rows = np.hstack([material.others, predicted[:, None]])
         chance = chance_of_fit(rows, shares, law.trials @ weights - predicted)
         return cls(law=law, names=names, weights=weights, sign=sign, trials=len(found.trials), chance=chance)

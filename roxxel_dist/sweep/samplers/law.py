@@ -26,9 +26,9 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from scipy.special import fdtrc
 
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.sweep.samplers.discrepancy import Discrepancy, discrepancy
 from roxxel_dist.sweep.space.mixture import MixtureSpace
 
 Array = NDArray[np.float64]
@@ -50,8 +50,6 @@ COUNTED = 1e-3
 """Members of the grid with less weight than this are left out."""
 FEWEST = 3
 """Trials of which a law can be made."""
-TESTED = 10
-"""Trials beyond the coefficients of a test of the law: it has one for each product of two shares, and more."""
 REWEIGHED = 2
 """Passes that find the weights of the trials, before those of the widths."""
 LEAST = 1e-9
@@ -83,6 +81,23 @@ class _Curves(NamedTuple):
         return self.c[:, None] + np.exp(np.minimum(found, LARGE))
 
 
+class _Drawn(NamedTuple):
+    """d joint draws of one validation set."""
+
+    curves: _Curves
+    """Each of one member."""
+    turns: NDArray[np.intp]
+    """int64[d], the members."""
+    steps: Array
+    """float64[d, m]: how far each goes from the mean of the members towards each."""
+
+    def losses(self, members: "_Members", shares: Array) -> Array:
+        """float64[d, m] of float64[m, K]: the mean, what the members differ in, and what a draw has beside its own."""
+        each = members.curves.losses(shares)
+        mean = members.weight @ each
+        return mean + self.steps @ (each - mean) + self.curves.losses(shares) - each[self.turns]
+
+
 class _Members(NamedTuple):
     """The members of the grid that count, m of them in the order of e, c and width, for one validation set."""
 
@@ -96,8 +111,14 @@ class _Members(NamedTuple):
     rate: Array
     """float64[m], of the inverse gamma distribution of the noise's variance: at least as large as what is left out was
     off by."""
+    fitted: Array
+    """float64[m, n]: what each trial is said to be."""
     left_out: Array
-    """float64[m, n]: what each trial would be without itself."""
+    """float64[m, n]: what it would be without itself."""
+
+    def losses(self, shares: Array) -> Array:
+        """What they say together: float64[m] of float64[m, K]."""
+        return self.weight @ self.curves.losses(shares)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +126,12 @@ class Law:
     """The law of t validation sets over K shares; `fit` makes it."""
 
     sets: tuple[_Members, ...]
+    shares: Array
+    """float64[n, K], of the trials that it was fitted to."""
+    others: Array
+    """float64[n, p]."""
     trials: Array
-    """float64[n, t], the losses that it was fitted to."""
+    """float64[n, t], their losses."""
 
     @classmethod
     def fit(cls, shares: Array, losses: Array, others: Array | None = None) -> Self:
@@ -127,46 +152,63 @@ class Law:
             raise UserError(f"a law needs {FEWEST} trials or more: there are {len(shares)}")
         if not (np.isfinite(shares).all() and np.isfinite(losses).all()):
             raise UserError("a law needs shares and losses that are finite: leave failed trials out")
-        return cls(sets=tuple(_members(shares, others, column) for column in losses.T), trials=losses)
+        sets = tuple(_members(shares, others, column) for column in losses.T)
+        return cls(sets=sets, shares=shares, others=others, trials=losses)
 
     def mean(self, shares: Array) -> Array:
         """What the law is at the mean of its coefficients: float64[m, t] of float64[m, K]."""
         shares = np.atleast_2d(np.asarray(shares, np.float64))
-        return np.stack([one.weight @ one.curves.losses(shares) for one in self.sets], axis=1)
+        return np.stack([one.losses(shares) for one in self.sets], axis=1)
 
     def draws(self, shares: Array, count: int = 400, seed: int = 0) -> Array:
-        """Joint draws of the losses: float64[count, m, t] of float64[m, K].
+        """Joint draws of the losses, with what they may be beside the law: float64[count, m, t] of float64[m, K].
 
         In a draw all mixtures have the same coefficients, so a difference of two has an interval of its own.
         """
         shares = np.atleast_2d(np.asarray(shares, np.float64))
         if (count, seed) not in self._drawn:  # a report draws for many mixtures
-            self._drawn[count, seed] = self.coefficients(np.random.default_rng(seed), count)
-        return np.stack([drawn.losses(shares) for drawn in self._drawn[count, seed]], axis=2)
+            rng = np.random.default_rng(seed)
+            self._drawn[count, seed] = self.coefficients(rng, count), self._beside(rng, count)
+        found = [
+            one.losses(members, shares) + beside.losses(shares, members.losses(shares))
+            for members, one, beside in zip(self.sets, *self._drawn[count, seed], strict=True)
+        ]
+        return np.stack(found, axis=2)
 
     @cached_property
-    def _drawn(self) -> dict[tuple[int, int], list[_Curves]]:
-        """What `coefficients` gives, by count and seed."""
+    def _drawn(self) -> dict[tuple[int, int], tuple[list[_Drawn], list[Discrepancy]]]:
+        """What `draws` draws, by count and seed."""
         return {}
 
-    def coefficients(self, rng: np.random.Generator, count: int) -> list[_Curves]:
-        """Joint draws, `count` curves of each validation set.
+    def _beside(self, rng: np.random.Generator, count: int) -> list[Discrepancy]:
+        """By validation set draws of what the law leaves."""
+        place, said = rng.random(count), self.fitted()
+        normal = rng.standard_normal((count, len(self.trials), len(self.sets))) @ self.mixing
+        given = zip(said.T, self.trials.T, np.moveaxis(normal, 2, 0), strict=True)
+        return [discrepancy(self.shares, self.others, law, losses, place, each) for law, losses, each in given]
+
+    def coefficients(self, rng: np.random.Generator, count: int) -> list[_Drawn]:
+        """Joint draws of the law, `count` of each validation set.
 
         One seed of a training moves all of its losses: the noise of a trial is as alike as what the law leaves of the
-        sets, and coefficients are drawn by it.
-        And where the law of one set bends too much, so do others: a draw has the same place in the order of members.
+        sets, and coefficients are drawn by it. So is what the members differ in: of all draws with their covariance at
+        the trials, those with its symmetric root are the most alike between sets.
         """
         # c and e were found by the same trials, and `_shape` counts two of the prior: n - 2 degrees of freedom stay.
         place, gamma = rng.random(count), rng.gamma(_shape(len(self.trials) - 4), size=count)
-        rows = self.sets[0].moves.shape[1]  # of trials and prior
-        noise, found = rng.standard_normal((count, rows, len(self.sets))) @ self.mixing, []
-        for number, (curves, weight, moves, rate, _) in enumerate(self.sets):
+        rows, trials = self.sets[0].moves.shape[1], len(self.trials)  # of trials and prior; of trials
+        noise = rng.standard_normal((count, trials + rows, len(self.sets))) @ self.mixing
+        found = []
+        for number, (curves, weight, moves, rate, _, left_out) in enumerate(self.sets):
             turns = np.searchsorted(np.cumsum(weight)[:-1], place)
-            beta = curves.beta[turns]
+            beta, root = curves.beta[turns], np.sqrt(weight)[:, None]
             for turn in np.unique(turns):
                 those = turns == turn
-                beta[those] += np.sqrt(rate[turn] / gamma[those])[:, None] * (noise[those, :, number] @ moves[turn])
-            found.append(_Curves(curves.c[turns], curves.bend[turns], beta))
+                rest = noise[those, trials:, number] @ moves[turn]
+                beta[those] += np.sqrt(rate[turn] / gamma[those])[:, None] * rest
+            left, _, right = np.linalg.svd(root * (left_out - weight @ left_out), full_matrices=False)
+            steps = (noise[:, :trials, number] @ right.T) @ left.T * root[:, 0]
+            found.append(_Drawn(_Curves(curves.c[turns], curves.bend[turns], beta), turns, steps))
         return found
 
     @cached_property
@@ -180,40 +222,16 @@ class Law:
         values, vectors = np.linalg.eigh(correlation)
         return (np.sqrt(np.maximum(values, 0.0)) * vectors).T
 
+    def fitted(self) -> Array:
+        """float64[n, t]: what it says of the trials, with what else differs between them."""
+        return np.stack([one.weight @ one.fitted for one in self.sets], axis=1)
+
     def leave_one_out(self) -> Array:
         """float64[n, t]: each loss less what the law of the other trials says of it.
 
         The members of the grid keep the weights that they have with all trials.
         """
         return self.trials - np.stack([one.weight @ one.left_out for one in self.sets], axis=1)
-
-
-def chance_of_fit(rows: Array, shares: Array, errors: Array) -> float | None:
-    """How often the errors of a right law would hang on products of two shares as much as these do, or more.
-
-    An F test of the quadratic terms of a mixture polynomial (Scheffe 1958, "Experiments with Mixtures"): data sets that
-    act together, and a curve that bends otherwise than the law, leave such errors, and the noise of trainings does not.
-
-    Args:
-        rows: float64[n, p], what errors may hang on linearly: what differs between trials, and what the law predicts.
-        shares: float64[n, K].
-        errors: float64[n], of the losses by the law.
-
-    Returns:
-        A probability; None where too few trials are left for a test.
-    """
-    number, count = shares.shape
-    products = np.stack([shares[:, i] * shares[:, j] for i in range(count) for j in range(i)] or [np.zeros(number)], 1)
-    squares, ranks = [], []
-    for columns in ([np.ones((number, 1)), shares, rows], [np.ones((number, 1)), shares, rows, products]):
-        matrix = np.hstack(columns)
-        coefficients, _, rank, _ = np.linalg.lstsq(matrix, errors, rcond=1e-10)
-        squares.append(float(((errors - matrix @ coefficients) ** 2).sum()))
-        ranks.append(int(rank))
-    more, left = ranks[1] - ranks[0], number - ranks[1]
-    if more < 1 or left < TESTED or squares[1] <= 0:
-        return None
-    return float(fdtrc(more, left, max((squares[0] - squares[1]) / more / (squares[1] / left), 0.0)))
 
 
 def bent(shares: Array, bend: float) -> Array:
@@ -263,6 +281,7 @@ def _members(shares: Array, others: Array, losses: Array) -> _Members:
         weights[weights > 0],
         np.concatenate(moves),
         of_kept("rate"),
+        of_kept("fitted"),
         of_kept("left_out"),
     )
 
@@ -278,6 +297,8 @@ class _Grid(NamedTuple):
     """float64[c, w, n + q, q]: the noise of trials and prior times it is what `root` divides."""
     rate: Array
     """float64[c, w]."""
+    fitted: Array
+    """float64[c, w, n]."""
     left_out: Array
     """float64[c, w, n]."""
     evidence: Array
@@ -322,7 +343,8 @@ def _grid(features: Array, losses: Array, c: Array, widths: Sequence[float], spa
         # The variance of what is left out is noise / (1 - leverage), and rate / (count / 2) is the noise.
         off = (rest[:, :, :count] ** 2 / (1 - leverage)).mean(axis=-1) * count / 2
         evidence = np.asarray(-spread - _shape(count) * np.log(rate), np.float64)
-        return _Grid(beta[..., 0], root, basis, np.maximum(rate, off), left_out, evidence)
+        said = c[:, None, None] + np.exp(np.minimum(beta[..., 0] @ rows.T, LARGE))
+        return _Grid(beta[..., 0], root, basis, np.maximum(rate, off), said, left_out, evidence)
 
     fitted = above
     for _ in range(REWEIGHED):
@@ -406,7 +428,7 @@ def _parts(law: Law, weights: Array, rng: np.random.Generator | None) -> list[_P
     drawn = None if rng is None else law.coefficients(rng, 1)
     found: list[tuple[Array, Array]] = []
     for number, (weight, one) in enumerate(zip(weights.tolist(), law.sets, strict=True)):
-        curves, counts = (one.curves, one.weight) if drawn is None else (drawn[number], np.ones(1))
+        curves, counts = (one.curves, one.weight) if drawn is None else (drawn[number].curves, np.ones(1))
         those = (counts >= PROPOSING) & (weight > 0)
         beta = curves.beta[those]
         beta[:, 0] += np.log(weight * counts[those])
