@@ -35,8 +35,6 @@ from roxxel_dist.sweep.study.training_ranges import training_ranges
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.utils.display import aligned
 
-DRAWN = 400
-"""Joint draws of the law: the ends of an interval are quantiles of so many."""
 UNLIKELY = 0.05
 """Errors of the law that are by chance in fewer studies contradict it."""
 PAIRS = 6
@@ -308,8 +306,8 @@ class LawOfStudy:
         return lambda rows: self.sign * (self._losses(rows) @ self.weights)
 
     def _losses(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64[1 + DRAWN, m, t] of float64[m, K]."""
-        return np.concatenate([self.law.mean(rows)[None], self.law.draws(rows, DRAWN)])
+        """float64[1 + d, m, t] of float64[m, K]."""
+        return np.concatenate([self.law.mean(rows)[None], self.law.draws(rows)])
 
     def best(self, spaces: Sequence[MixtureSpace]) -> NDArray[np.float64]:
         """The shares that the law says are best: float64[K]."""

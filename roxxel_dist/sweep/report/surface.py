@@ -102,7 +102,7 @@ def effects(draws: Draws, base: NDArray[np.float64], part: slice) -> list[Estima
 
     All shares r become (1 - MORE) r, and that of the data set MORE more: so the effects, weighed by r, sum to about 0.
     """
-    values = draws(_replaced(base, part, np.vstack([base[part], _moved(base[part], 1)])))
+    values = draws(_replaced(base, part, np.vstack([base[part], _moved(base[part])])))
     return [Estimate.of_draws(values[:, 1 + number] - values[:, 0]) for number in range(part.stop - part.start)]
 
 
@@ -112,9 +112,9 @@ def interactions(draws: Draws, base: NDArray[np.float64], part: slice) -> list[t
     Where less of the metric is better, two that help each other have a negative one.
     """
     shares = base[part]
-    pairs = list(combinations(range(len(shares)), 2))
-    both = [(1 - 2 * MORE) * shares + MORE * (_unit(shares, i) + _unit(shares, j)) for i, j in pairs]
-    values = draws(_replaced(base, part, np.vstack([shares, _moved(shares, 1), *both])))
+    pairs, singly = list(combinations(range(len(shares)), 2)), _moved(shares)
+    both = [singly[i] + singly[j] - shares for i, j in pairs]
+    values = draws(_replaced(base, part, np.vstack([shares, singly, *both])))
     singles = values[:, 1 : 1 + len(shares)]
     found = [
         Estimate.of_draws(values[:, 1 + len(shares) + number] - singles[:, i] - singles[:, j] + values[:, 0])
@@ -129,14 +129,9 @@ def gain(draws: Draws, mixture: NDArray[np.float64], other: NDArray[np.float64])
     return Estimate.of_draws(values[:, 0] - values[:, 1])
 
 
-def _moved(shares: NDArray[np.float64], times: int) -> NDArray[np.float64]:
+def _moved(shares: NDArray[np.float64]) -> NDArray[np.float64]:
     """float64[k, k]: in row j `MORE` of the mixture has given way to data set j."""
-    more = MORE * times
-    return (1 - more) * shares[None] + more * np.eye(len(shares))
-
-
-def _unit(shares: NDArray[np.float64], number: int) -> NDArray[np.float64]:
-    return np.eye(len(shares))[number]
+    return (1 - MORE) * shares + MORE * np.eye(len(shares))
 
 
 def _replaced(base: NDArray[np.float64], part: slice, rows: NDArray[np.float64]) -> NDArray[np.float64]:
