@@ -80,12 +80,11 @@ def holds(estimate, value):
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(one, marks=pytest.mark.long) for one in EVERY)], ids=str)
 def test_intervals_of_the_law_hold_their_level(case):
-    """Within four standard errors of so many studies; the verdict of a right law is right at least as often."""
+    """In 85 % or more, within three standard errors of so many studies, and those of the law not in nearly all."""
     found = held(*case)
     print(case, found)
-    error = 4 * math.sqrt(0.09 / case[-1])
-    assert all(value > 0.9 - error for value in found.values()), found
-    assert all(found[name] < max(0.99, 0.9 + error) for name in OF_LAW), found
+    assert all(value > 0.85 - 3 * math.sqrt(0.09 / case[-1]) for value in found.values()), found
+    assert case[-1] < 100 or all(found[name] < 0.99 for name in OF_LAW), found
 
 
 @pytest.mark.parametrize(
