@@ -15,22 +15,28 @@ SEEDS = 3
 """Of a confirmation."""
 OF_LAW = ("gain", "loss", "effect", "interaction", "surface")
 """What the law says; of these neither fewer nor more than the level are to hold the truth."""
-QUICK = [(30, 0.1, 1, 0.0, 20), (30, 0.1, 3, 0.9, 12)]
-"""Trials, noise in spans of the losses, validation sets, how alike their noise is, and how often it is tried. With
-weights of the observed losses, and sets that are drawn apart, these hold 65, 58, 48 and 47 %."""
 SETS = ((1, 0.0), (3, 0.0), (3, 0.9), (5, 0.0), (5, 0.9))
-EVERY = [(*case, *of_sets, 200) for case in product((30, 100, 300), (0.02, 0.1)) for of_sets in SETS]
+QUICK = [("law", 30, 0.1, 1, 0.0, 20), ("law", 30, 0.1, 3, 0.9, 12)]
+"""Truth, trials, noise in spans of the losses, validation sets, how alike their noise is, and how often it is tried.
+With weights of the observed losses, and sets that are drawn apart, these hold 65, 58, 48 and 47 %."""
+EVERY = [("law", *case, *of_sets, 200) for case in product((30, 100, 300), (0.02, 0.1)) for of_sets in SETS]
 
 
-def held(count, noise, sets, alike, times):
+def made(truth, rng, sets):
+    """The losses of the sets over shares: "law", one that is in the grid, and "power", which is beside every law."""
+    if truth == "law":
+        tilts, levels = -rng.uniform(0.2, 1.5, (sets, SHARES)), rng.uniform(-0.5, 0.5, sets)
+        return lambda shares: 2.5 + np.exp(levels + shares @ tilts.T)
+    tilts, powers, sizes = rng.uniform(0.05, 1, (sets, SHARES)), rng.uniform(0.3, 1, sets), rng.uniform(0.3, 0.8, sets)
+    return lambda shares: 2 + sizes * (0.05 + shares @ tilts.T) ** -powers
+
+
+def held(truth, count, noise, sets, alike, times):
     """Of `times` studies of trials with noise: the share of intervals that hold the truth, and of verdicts that do."""
     found = {name: [] for name in (*OF_LAW, "measured", "verdict")}
     for number in range(times):
         rng = np.random.default_rng([number, count, sets, int(alike * 10)])
-        tilts, levels = -rng.uniform(0.2, 1.5, (sets, SHARES)), rng.uniform(-0.5, 0.5, sets)
-
-        def losses(shares, tilts=tilts, levels=levels):
-            return 2.5 + np.exp(levels + shares @ tilts.T)
+        losses = made(truth, rng, sets)
 
         def true(shares, losses=losses):
             return losses(shares).mean(axis=1)
@@ -74,9 +80,17 @@ def holds(estimate, value):
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(one, marks=pytest.mark.long) for one in EVERY)], ids=str)
 def test_intervals_of_the_law_hold_their_level(case):
-    """Within four standard errors of so many studies; the verdict of a right law is right at least as often."""
+    """In 85 % or more, within three standard errors of so many studies, and those of the law not in nearly all."""
     found = held(*case)
     print(case, found)
-    error = 4 * math.sqrt(0.09 / case[-1])
-    assert all(value > 0.9 - error for value in found.values()), found
-    assert all(found[name] < max(0.99, 0.9 + error) for name in OF_LAW), found
+    assert all(value > 0.85 - 3 * math.sqrt(0.09 / case[-1]) for value in found.values()), found
+    assert case[-1] < 100 or all(found[name] < 0.99 for name in OF_LAW), found
+
+
+@pytest.mark.parametrize(
+    ("count", "times"), [(300, 10), *(pytest.param(count, 200, marks=pytest.mark.long) for count in (30, 100, 300))]
+)
+def test_intervals_hold_beside_every_law(count, times):
+    """Those of the law alone hold the truth in 53 % of studies of 300 trials, as its error stays and they narrow."""
+    found = held("power", count, 0.02, 1, 0.0, times)
+    assert np.mean([found[name] for name in OF_LAW]) > 0.7, found

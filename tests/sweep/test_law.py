@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.samplers.law import Law, chance_of_fit, propose
+from roxxel_dist.sweep.samplers.discrepancy import chance_of_fit
+from roxxel_dist.sweep.samplers.law import Law, propose
 from roxxel_dist.sweep.space.mixture import mixture_space
 
 NAMES = ("code", "math", "web", "books")
@@ -58,8 +59,9 @@ def test_its_intervals_hold_what_they_say():
     """Over many sets of trials, 90 % intervals hold the truth in 80 to 99 % of mixtures."""
     asked, held = np.random.default_rng(9).dirichlet(np.ones(4), 50), []
     for seed in range(5):
-        said = Law.fit(*trials(24, noise=0.02, seed=seed)).predict(asked)
-        held.append(((said.low <= known(asked)) & (known(asked) <= said.high)).mean())
+        draws = Law.fit(*trials(24, noise=0.02, seed=seed)).draws(asked)
+        low, high = np.quantile(draws, (0.05, 0.95), axis=0)
+        held.append(((low <= known(asked)) & (known(asked) <= high)).mean())
     assert 0.8 < np.mean(held) < 0.99
 
 
@@ -173,20 +175,25 @@ def _curved(shares):
 
 
 @pytest.mark.parametrize(
-    ("truth", "count", "least", "most"),
-    [(lambda shares: known(shares)[:, 0], 40, 0, 4), (_curved, 60, 16, 20), (_curved, 11, 0, 0)],
-    ids=["a law", "two act together", "too few to see it"],
+    ("truth", "count", "others", "least", "most"),
+    [
+        (lambda shares: known(shares)[:, 0], 40, 0.0, 0, 4),
+        (_curved, 60, 1.0, 14, 20),
+        (_curved, 60, 0.0, 16, 20),
+        (_curved, 11, 0.0, 0, 0),
+    ],
+    ids=["a law", "two act together, and a parameter", "two act together", "too few to see it"],
 )
-def test_trials_contradict_a_law_that_is_not_theirs(truth, count, least, most):
+def test_trials_contradict_a_law_that_is_not_theirs(truth, count, others, least, most):
     """In so many of 20 studies, where the errors of a right law would be such in 1 of them."""
     found = 0
     for seed in range(20):
         rng = np.random.default_rng([seed, count])
-        shares = rng.dirichlet(np.ones(len(NAMES)), count)
-        losses = truth(shares)
-        losses = losses + rng.normal(0, 0.05 * np.ptp(losses), count)
-        predicted = Law.fit(shares, losses[:, None]).mean(shares)
-        chance = chance_of_fit(predicted, shares, losses - predicted[:, 0])
+        shares, other = rng.dirichlet(np.ones(len(NAMES)), count), rng.uniform(-1, 1, (count, 1))
+        losses = 2 + (truth(shares) - 2) * np.exp(others * other[:, 0])
+        losses = losses + rng.normal(0, 0.02 * np.ptp(losses), count)
+        said = Law.fit(shares, losses[:, None], other).fitted()
+        chance = chance_of_fit(np.hstack([other, said]), shares, losses - said[:, 0])
         assert (chance is None) == (count < 20)
         found += chance is not None and chance < 0.05
     assert least <= found <= most

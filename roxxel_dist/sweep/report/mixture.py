@@ -35,8 +35,6 @@ from roxxel_dist.sweep.study.training_ranges import training_ranges
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.utils.display import aligned
 
-DRAWN = 400
-"""Joint draws of the law: the ends of an interval are quantiles of so many."""
 UNLIKELY = 0.05
 """Errors of the law that are by chance in fewer studies contradict it."""
 PAIRS = 6
@@ -283,7 +281,8 @@ class LawOfStudy:
     @classmethod
     def fit(cls, study: Study) -> "LawOfStudy | None":
         """That of a study; None where there are too few trials."""
-        from roxxel_dist.sweep.samplers.law import Law, chance_of_fit
+        from roxxel_dist.sweep.samplers.discrepancy import chance_of_fit
+        from roxxel_dist.sweep.samplers.law import Law
 
         spaces, sign, material = study.sweep.space.mixtures, study.sweep.sign, _Material.of_study(study)
         found = material.found
@@ -296,7 +295,7 @@ class LawOfStudy:
             losses, weights = np.hstack([losses, logged[1]]), np.array([1.0, *[0.0] * len(logged[0])])
         shares = found.shares[:, order]
         law = Law.fit(shares, losses * np.where(weights > 0, sign, 1.0), material.others)
-        predicted = law.mean(shares) @ weights
+        predicted = law.fitted() @ weights
         rows = np.hstack([material.others, predicted[:, None]])
         chance = chance_of_fit(rows, shares, law.trials @ weights - predicted)
         return cls(law=law, names=names, weights=weights, sign=sign, trials=len(found.trials), chance=chance)
@@ -307,8 +306,8 @@ class LawOfStudy:
         return lambda rows: self.sign * (self._losses(rows) @ self.weights)
 
     def _losses(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64[1 + DRAWN, m, t] of float64[m, K]."""
-        return np.concatenate([self.law.mean(rows)[None], self.law.draws(rows, DRAWN)])
+        """float64[1 + d, m, t] of float64[m, K]."""
+        return np.concatenate([self.law.mean(rows)[None], self.law.draws(rows)])
 
     def best(self, spaces: Sequence[MixtureSpace]) -> NDArray[np.float64]:
         """The shares that the law says are best: float64[K]."""

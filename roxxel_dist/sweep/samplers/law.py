@@ -18,18 +18,17 @@ of Gauss and Newton lead from E = L - c to the fit. With the observed L - c as t
 would count for more than one that is low, and more trials would not help.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import solve_triangular
 from scipy.optimize import minimize
-from scipy.special import fdtrc
 
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.sweep.samplers.discrepancy import Discrepancy, discrepancy
 from roxxel_dist.sweep.space.mixture import MixtureSpace
 
 Array = NDArray[np.float64]
@@ -41,6 +40,8 @@ WIDTHS = (1.0, 3.0, 10.0, 30.0, 100.0)
 """Standard deviation of t under the prior, over that of the noise of log(L - c) where L - c is one span."""
 BENDS = (0.01, 0.03, 0.1, 0.3, np.inf)
 """e, from a power law to the log-linear law as it was published."""
+USUAL = 10.0
+"""The one with which the weights of the trials are found."""
 FLAT = 1e4
 """The same of b, of which nothing is known."""
 PROPOSING = 0.01
@@ -49,8 +50,6 @@ COUNTED = 1e-3
 """Members of the grid with less weight than this are left out."""
 FEWEST = 3
 """Trials of which a law can be made."""
-TESTED = 10
-"""Trials beyond the coefficients of a test of the law: it has one for each product of two shares, and more."""
 REWEIGHED = 2
 """Passes that find the weights of the trials, before those of the widths."""
 LEAST = 1e-9
@@ -63,61 +62,76 @@ STARTS = 6
 """At random, where the problem may not be convex."""
 
 
-class Prediction(NamedTuple):
-    """What a law says of mixtures."""
+class _Curves(NamedTuple):
+    """d curves of one validation set: c + exp(beta . (1, f(shares)))."""
 
-    mean: Array
-    """float64[m, t]."""
-    low: Array
-    """float64[m, t], the lower end of the interval."""
-    high: Array
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Member:
-    """One c, one e and one width, and the posterior under them, for one validation set."""
-
-    c: float
-    bend: float
-    """e; infinite: shares as they are."""
-    weight: float
-    centre: Array
-    """float64[K + p], the mean of f, and of what else differs, over the trials."""
+    c: Array
+    """float64[d]."""
+    bend: Array
+    """float64[d], e; infinite: shares as they are."""
     beta: Array
-    """float64[K + p + 1]: b, and t for f less its mean, and the same for what else differs."""
-    root: Array
-    """float64[K + p + 1, K + p + 1], upper: its inverse times its transpose is the covariance of beta over the
-    noise's."""
-    basis: Array
-    """float64[n + K + p + 1, K + p + 1]: the noise of trials and prior times it is what `root` divides."""
-    rate: float
-    """Of the inverse gamma distribution of the noise's variance: at least as large as what is left out was off by."""
+    """float64[d, K + 1]."""
+
+    def losses(self, shares: Array) -> Array:
+        """float64[d, m] of float64[m, K]."""
+        found = np.empty((len(self.c), len(shares)))
+        for bend in np.unique(self.bend):
+            those = self.bend == bend
+            found[those] = self.beta[those, :1] + self.beta[those, 1:] @ bent(shares, bend).T
+        return self.c[:, None] + np.exp(np.minimum(found, LARGE))
+
+
+class _Drawn(NamedTuple):
+    """d joint draws of one validation set."""
+
+    curves: _Curves
+    """Each of one member."""
+    turns: NDArray[np.intp]
+    """int64[d], the members."""
+    steps: Array
+    """float64[d, m]: how far each goes from the mean of the members towards each."""
+
+    def losses(self, members: "_Members", shares: Array) -> Array:
+        """float64[d, m] of float64[m, K]: the mean, what the members differ in, and what a draw has beside its own."""
+        each = members.curves.losses(shares)
+        mean = members.weight @ each
+        return mean + self.steps @ (each - mean) + self.curves.losses(shares) - each[self.turns]
+
+
+class _Members(NamedTuple):
+    """The members of the grid that count, m of them in the order of e, c and width, for one validation set."""
+
+    curves: _Curves
+    """At the means of their posteriors."""
+    weight: Array
+    """float64[m]."""
+    moves: Array
+    """float64[m, n + K + p + 1, K + 1]: the noise of trials and prior times it is what they move beta by, over the
+    deviation of the noise."""
+    rate: Array
+    """float64[m], of the inverse gamma distribution of the noise's variance: at least as large as what is left out was
+    off by."""
+    fitted: Array
+    """float64[m, n]: what each trial is said to be."""
     left_out: Array
-    """float64[n]: what each trial would be without itself."""
+    """float64[m, n]: what it would be without itself."""
 
-    def rows(self, shares: Array) -> Array:
-        """float64[m, K + p + 1] of float64[m, K]."""
-        alike = np.zeros((len(shares), len(self.centre) - shares.shape[1]))
-        return np.hstack([np.ones((len(shares), 1)), np.hstack([bent(shares, self.bend), alike]) - self.centre])
-
-    def losses(self, shares: Array, betas: Array | None = None) -> Array:
-        """float64[m] of float64[m, K]; with `betas`, float64[d, K + p + 1], float64[d, m]."""
-        linear = self.rows(shares) @ self.beta if betas is None else betas @ self.rows(shares).T
-        return self.c + np.exp(np.minimum(linear, LARGE))
-
-
-Coefficients = list[list[tuple[_Member, NDArray[np.intp], Array]]]
-"""Joint draws: by validation set the members that are drawn, the numbers of their draws, and their betas."""
+    def losses(self, shares: Array) -> Array:
+        """What they say together: float64[m] of float64[m, K]."""
+        return self.weight @ self.curves.losses(shares)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
     """The law of t validation sets over K shares; `fit` makes it."""
 
-    members: tuple[tuple[_Member, ...], ...]
-    """By validation set, those that count, in the order of e, c and width."""
+    sets: tuple[_Members, ...]
+    shares: Array
+    """float64[n, K], of the trials that it was fitted to."""
+    others: Array
+    """float64[n, p]."""
     trials: Array
-    """float64[n, t], the losses that it was fitted to."""
+    """float64[n, t], their losses."""
 
     @classmethod
     def fit(cls, shares: Array, losses: Array, others: Array | None = None) -> Self:
@@ -138,59 +152,63 @@ class Law:
             raise UserError(f"a law needs {FEWEST} trials or more: there are {len(shares)}")
         if not (np.isfinite(shares).all() and np.isfinite(losses).all()):
             raise UserError("a law needs shares and losses that are finite: leave failed trials out")
-        return cls(members=tuple(_members(shares, others, column) for column in losses.T), trials=losses)
-
-    def predict(self, shares: Array, level: float = 0.9, count: int = 400) -> Prediction:
-        """What mixtures would give: float64[m, K] to mean and interval, without the noise of a single training."""
-        tail = (1 - level) / 2
-        low, high = np.quantile(self.draws(shares, count), (tail, 1 - tail), axis=0)
-        return Prediction(self.mean(shares), low, high)
+        sets = tuple(_members(shares, others, column) for column in losses.T)
+        return cls(sets=sets, shares=shares, others=others, trials=losses)
 
     def mean(self, shares: Array) -> Array:
         """What the law is at the mean of its coefficients: float64[m, t] of float64[m, K]."""
         shares = np.atleast_2d(np.asarray(shares, np.float64))
-        return np.stack([sum(one.weight * one.losses(shares) for one in members) for members in self.members], axis=1)
+        return np.stack([one.losses(shares) for one in self.sets], axis=1)
 
     def draws(self, shares: Array, count: int = 400, seed: int = 0) -> Array:
-        """Joint draws of the losses: float64[count, m, t] of float64[m, K].
+        """Joint draws of the losses, with what they may be beside the law: float64[count, m, t] of float64[m, K].
 
         In a draw all mixtures have the same coefficients, so a difference of two has an interval of its own.
         """
         shares = np.atleast_2d(np.asarray(shares, np.float64))
-        found = np.empty((count, len(shares), len(self.members)))
-        if (count, seed) not in self._drawn:  # a report draws for many mixtures, and most of the time is here
-            self._drawn[count, seed] = self.coefficients(np.random.default_rng(seed), count)
-        for number, drawn in enumerate(self._drawn[count, seed]):
-            for member, those, betas in drawn:
-                found[those, :, number] = member.losses(shares, betas)
-        return found
+        if (count, seed) not in self._drawn:  # a report draws for many mixtures
+            rng = np.random.default_rng(seed)
+            self._drawn[count, seed] = self.coefficients(rng, count), self._beside(rng, count)
+        found = [
+            one.losses(members, shares) + beside.losses(shares, members.losses(shares))
+            for members, one, beside in zip(self.sets, *self._drawn[count, seed], strict=True)
+        ]
+        return np.stack(found, axis=2)
 
     @cached_property
-    def _drawn(self) -> dict[tuple[int, int], Coefficients]:
-        """What `coefficients` gives, by count and seed."""
+    def _drawn(self) -> dict[tuple[int, int], tuple[list[_Drawn], list[Discrepancy]]]:
+        """What `draws` draws, by count and seed."""
         return {}
 
-    def coefficients(self, rng: np.random.Generator, count: int) -> Coefficients:
-        """Joint draws.
+    def _beside(self, rng: np.random.Generator, count: int) -> list[Discrepancy]:
+        """By validation set draws of what the law leaves."""
+        place, said = rng.random(count), self.fitted()
+        normal = rng.standard_normal((count, len(self.trials), len(self.sets))) @ self.mixing
+        given = zip(said.T, self.trials.T, np.moveaxis(normal, 2, 0), strict=True)
+        return [discrepancy(self.shares, self.others, law, losses, place, each) for law, losses, each in given]
+
+    def coefficients(self, rng: np.random.Generator, count: int) -> list[_Drawn]:
+        """Joint draws of the law, `count` of each validation set.
 
         One seed of a training moves all of its losses: the noise of a trial is as alike as what the law leaves of the
-        sets, and coefficients are drawn by it.
-        And where the law of one set bends too much, so do others: a draw has the same place in the order of members.
+        sets, and coefficients are drawn by it. So is what the members differ in: of all draws with their covariance at
+        the trials, those with its symmetric root are the most alike between sets.
         """
         # c and e were found by the same trials, and `_shape` counts two of the prior: n - 2 degrees of freedom stay.
         place, gamma = rng.random(count), rng.gamma(_shape(len(self.trials) - 4), size=count)
-        trials, size = len(self.trials), len(self.members[0][0].beta)
-        noise = rng.standard_normal((count, trials + size, len(self.members))) @ self.mixing
+        rows, trials = self.sets[0].moves.shape[1], len(self.trials)  # of trials and prior; of trials
+        noise = rng.standard_normal((count, trials + rows, len(self.sets))) @ self.mixing
         found = []
-        for number, members in enumerate(self.members):
-            turns = np.searchsorted(np.cumsum([one.weight for one in members])[:-1], place)
-            drawn = []
-            for turn in np.unique(turns).tolist():
-                one, those = members[turn], np.flatnonzero(turns == turn)
-                spread = np.sqrt(one.rate / gamma[those])[:, None]
-                normal = noise[those, :, number] @ one.basis
-                drawn.append((one, those, one.beta + spread * solve_triangular(one.root, normal.T).T))
-            found.append(drawn)
+        for number, (curves, weight, moves, rate, _, left_out) in enumerate(self.sets):
+            turns = np.searchsorted(np.cumsum(weight)[:-1], place)
+            beta, root = curves.beta[turns], np.sqrt(weight)[:, None]
+            for turn in np.unique(turns):
+                those = turns == turn
+                rest = noise[those, trials:, number] @ moves[turn]
+                beta[those] += np.sqrt(rate[turn] / gamma[those])[:, None] * rest
+            left, _, right = np.linalg.svd(root * (left_out - weight @ left_out), full_matrices=False)
+            steps = (noise[:, :trials, number] @ right.T) @ left.T * root[:, 0]
+            found.append(_Drawn(_Curves(curves.c[turns], curves.bend[turns], beta), turns, steps))
         return found
 
     @cached_property
@@ -204,41 +222,16 @@ class Law:
         values, vectors = np.linalg.eigh(correlation)
         return (np.sqrt(np.maximum(values, 0.0)) * vectors).T
 
+    def fitted(self) -> Array:
+        """float64[n, t]: what it says of the trials, with what else differs between them."""
+        return np.stack([one.weight @ one.fitted for one in self.sets], axis=1)
+
     def leave_one_out(self) -> Array:
         """float64[n, t]: each loss less what the law of the other trials says of it.
 
         The members of the grid keep the weights that they have with all trials.
         """
-        said = [sum(one.weight * one.left_out for one in members) for members in self.members]
-        return self.trials - np.stack(said, axis=1)
-
-
-def chance_of_fit(rows: Array, shares: Array, errors: Array) -> float | None:
-    """How often the errors of a right law would hang on products of two shares as much as these do, or more.
-
-    An F test of the quadratic terms of a mixture polynomial (Scheffe 1958, "Experiments with Mixtures"): data sets that
-    act together, and a curve that bends otherwise than the law, leave such errors, and the noise of trainings does not.
-
-    Args:
-        rows: float64[n, p], what errors may hang on linearly: what differs between trials, and what the law predicts.
-        shares: float64[n, K].
-        errors: float64[n], of the losses by the law.
-
-    Returns:
-        A probability; None where too few trials are left for a test.
-    """
-    number, count = shares.shape
-    products = np.stack([shares[:, i] * shares[:, j] for i in range(count) for j in range(i)] or [np.zeros(number)], 1)
-    squares, ranks = [], []
-    for columns in ([np.ones((number, 1)), shares, rows], [np.ones((number, 1)), shares, rows, products]):
-        matrix = np.hstack(columns)
-        coefficients, _, rank, _ = np.linalg.lstsq(matrix, errors, rcond=1e-10)
-        squares.append(float(((errors - matrix @ coefficients) ** 2).sum()))
-        ranks.append(int(rank))
-    more, left = ranks[1] - ranks[0], number - ranks[1]
-    if more < 1 or left < TESTED or squares[1] <= 0:
-        return None
-    return float(fdtrc(more, left, max((squares[0] - squares[1]) / more / (squares[1] / left), 0.0)))
+        return self.trials - np.stack([one.weight @ one.left_out for one in self.sets], axis=1)
 
 
 def bent(shares: Array, bend: float) -> Array:
@@ -251,37 +244,70 @@ def _slope(shares: Array, bend: float) -> Array:
     return np.ones_like(shares) if np.isinf(bend) else 1 / ((bend + shares) * np.log1p(1 / bend))
 
 
-def _members(shares: Array, others: Array, losses: Array) -> tuple[_Member, ...]:
+def _members(shares: Array, others: Array, losses: Array) -> _Members:
     """The grid for one validation set: shares float64[n, K], what else differs float64[n, p], losses float64[n]."""
     span = float(np.ptp(losses)) or max(abs(float(losses[0])), 1.0) * 1e-6
+    features = [np.hstack([bent(shares, bend), others]) for bend in BENDS]
 
-    def made_of(belows: Sequence[float], widths: Sequence[float], bends: Sequence[float]) -> list[_Scored]:
-        features = [(bend, np.hstack([bent(shares, bend), others])) for bend in bends]
-        return [one for bend, rows in features for one in _scored(rows, losses, bend, belows, widths, span)]
+    def grids(belows: Sequence[float], widths: Sequence[float]) -> tuple[list[_Grid], Array]:
+        """By e, and the logarithms of the evidence, float64[e, c, w]."""
+        made = [_grid(rows, losses, losses.min() - np.array(belows) * span, widths, span) for rows in features]
+        return made, np.stack([one.evidence for one in made])
 
-    coarse = made_of(BELOW, WIDTHS, BENDS)
-    turn = BELOW.index(max(coarse, key=lambda one: one.evidence).below)
-    near = BELOW[max(turn - 1, 0) : turn + 2]
-    belows = np.geomspace(near[0], near[-1], FINE).tolist()
-    rest = [one for one in coarse if one.below not in near]
-    made = sorted(rest + made_of(belows, WIDTHS, BENDS), key=lambda one: (one.member.bend, one.below, one.width))
+    turn = int(grids(BELOW, WIDTHS)[1].max(axis=(0, 2)).argmax())
+    before, near, after = BELOW[: max(turn - 1, 0)], BELOW[max(turn - 1, 0) : turn + 2], BELOW[turn + 2 :]
+    belows = np.array([*before, *np.geomspace(near[0], near[-1], FINE), *after])
+    found, logs = grids(belows.tolist(), WIDTHS)
     # Each c counts for its part of the axis of log c, on which the prior is even.
-    axis = sorted({one.below for one in made})
-    parts = dict(zip(axis, np.log(np.gradient(np.log(axis))).tolist(), strict=True))
-    logs = np.array([one.evidence + parts[one.below] for one in made])
+    logs = logs + np.log(np.gradient(np.log(belows)))[:, None]
     weights = np.exp(logs - logs.max())
     weights[weights < COUNTED] = 0.0
     weights /= weights.sum()
-    return tuple(replace(one.member, weight=float(weight)) for one, weight in zip(made, weights, strict=True) if weight)
+    kept = [weight > 0 for weight in weights]
+    beta, moves = [], []
+    for one, those, rows in zip(found, kept, features, strict=True):
+        each = np.concatenate([one.beta[those][:, None], one.moves(those)], axis=1)
+        each[..., 0] -= each[..., 1:] @ rows.mean(axis=0)  # f as it is, and not less its mean
+        beta.append(each[:, 0, : shares.shape[1] + 1])
+        moves.append(each[:, 1:, : shares.shape[1] + 1])
+
+    def of_kept(name: str) -> Array:
+        return np.concatenate([getattr(one, name)[those] for one, those in zip(found, kept, strict=True)])
+
+    c = np.broadcast_to(losses.min() - belows[:, None] * span, weights.shape)[weights > 0]
+    bends = np.broadcast_to(np.array(BENDS)[:, None, None], weights.shape)[weights > 0]
+    return _Members(
+        _Curves(c, bends, np.concatenate(beta)),
+        weights[weights > 0],
+        np.concatenate(moves),
+        of_kept("rate"),
+        of_kept("fitted"),
+        of_kept("left_out"),
+    )
 
 
-class _Scored(NamedTuple):
-    """A member, its place on the grid, and the logarithm of its evidence."""
+class _Grid(NamedTuple):
+    """The members with one e, by c and width of the prior; q = K + p + 1 coefficients."""
 
-    evidence: float
-    below: float
-    width: float
-    member: _Member
+    beta: Array
+    """float64[c, w, q]: b, and t for f less its mean over the trials, and the same for what else differs."""
+    root: Array
+    """float64[c, w, q, q], upper: its inverse times its transpose is the covariance of beta over the noise's."""
+    basis: Array
+    """float64[c, w, n + q, q]: the noise of trials and prior times it is what `root` divides."""
+    rate: Array
+    """float64[c, w]."""
+    fitted: Array
+    """float64[c, w, n]."""
+    left_out: Array
+    """float64[c, w, n]."""
+    evidence: Array
+    """float64[c, w], its logarithm."""
+
+    def moves(self, those: NDArray[np.bool_]) -> Array:
+        """Of some members, bool[c, w]: what noise moves beta by, float64[m, n + q, q]."""
+        moves = np.linalg.solve(self.root[those], np.swapaxes(self.basis[those], 1, 2))
+        return np.asarray(np.swapaxes(moves, 1, 2), np.float64)
 
 
 def _shape(count: int) -> float:
@@ -289,57 +315,42 @@ def _shape(count: int) -> float:
     return 1.0 + count / 2
 
 
-def _scored(
-    features: Array, losses: Array, bend: float, belows: Sequence[float], widths: Sequence[float], span: float
-) -> Iterator[_Scored]:
-    """The members with one e, of features float64[n, K + p]."""
-    centre = features.mean(axis=0)
-    rows = np.hstack([np.ones((len(features), 1)), features - centre])
-    count, size = rows.shape
-    c = losses.min() - np.array(belows)[:, None] * span  # float64[c, 1]
-    above = losses - c
+def _grid(features: Array, losses: Array, c: Array, widths: Sequence[float], span: float) -> _Grid:
+    """Of features float64[n, K + p], losses float64[n] and c float64[c]."""
+    rows = np.hstack([np.ones((len(features), 1)), features - features.mean(axis=0)])
+    (count, size), above = rows.shape, losses - c[:, None]
 
-    def solve(fitted: Array, widths: Sequence[float]) -> tuple[Array, ...]:
-        """Least squares at `fitted`, E as float64[c, n], for each c and width: float64[c, w, ...].
+    def solve(fitted: Array, widths: Sequence[float]) -> _Grid:
+        """Least squares at `fitted`, E as float64[c, n].
 
         Rows of the prior lie below those of the trials: so it gives the posterior, and its error the rate.
         """
         scale, target = fitted / span, np.log(fitted) + (above - fitted) / fitted
         prior = np.array([[FLAT, *[width] * (size - 1)] for width in widths])
-        shape = len(belows), len(widths)
+        shape = len(c), len(widths)
         design, wanted = np.zeros((*shape, count + size, size)), np.zeros((*shape, count + size))
         design[:, :, :count] = (rows * scale[..., None])[:, None]
         design[:, :, count:] = np.eye(size) / prior[:, None]
         wanted[:, :, :count] = (target * scale)[:, None]
-        q, root = np.linalg.qr(design)
-        beta = np.asarray(np.linalg.solve(root, np.swapaxes(q, -1, -2) @ wanted[..., None]), np.float64)
+        basis, root = np.linalg.qr(design)
+        beta = np.asarray(np.linalg.solve(root, np.swapaxes(basis, -1, -2) @ wanted[..., None]), np.float64)
         rest = wanted - (design @ beta)[..., 0]
         rate = 1e-12 + (rest**2).sum(axis=-1) / 2
         spread = np.log(np.abs(np.diagonal(root, axis1=-2, axis2=-1))).sum(axis=-1) + np.log(prior).sum(axis=-1)
-        leverage = np.minimum((q[:, :, :count] ** 2).sum(axis=-1), 1 - 1e-6)
+        leverage = np.minimum((basis[:, :, :count] ** 2).sum(axis=-1), 1 - 1e-6)
         left_out = target[:, None] - rest[:, :, :count] / (1 - leverage) / scale[:, None]
-        left_out = c[:, None] + np.exp(np.minimum(left_out, LARGE))
+        left_out = c[:, None, None] + np.exp(np.minimum(left_out, LARGE))
         # The variance of what is left out is noise / (1 - leverage), and rate / (count / 2) is the noise.
         off = (rest[:, :, :count] ** 2 / (1 - leverage)).mean(axis=-1) * count / 2
         evidence = np.asarray(-spread - _shape(count) * np.log(rate), np.float64)
-        return beta[..., 0], root, q, np.maximum(rate, off), left_out, evidence
+        said = c[:, None, None] + np.exp(np.minimum(beta[..., 0] @ rows.T, LARGE))
+        return _Grid(beta[..., 0], root, basis, np.maximum(rate, off), said, left_out, evidence)
 
     fitted = above
     for _ in range(REWEIGHED):
-        beta = solve(fitted, [WIDTHS[len(WIDTHS) // 2]])[0][:, 0]
+        beta = solve(fitted, [USUAL]).beta[:, 0]
         fitted = span * np.exp(np.clip(beta @ rows.T - np.log(span), *LIMITS))
-    betas, roots, bases, rates, left_out, evidence = solve(fitted, widths)
-    for i, below in enumerate(belows):
-        for j, width in enumerate(widths):
-            yield _Scored(
-                float(evidence[i, j]),
-                below,
-                width,
-                _Member(
-                    c=float(c[i, 0]), bend=bend, weight=1.0, centre=centre, beta=betas[i, j], root=roots[i, j],
-                    basis=bases[i, j], rate=float(rates[i, j]), left_out=left_out[i, j],
-                ),
-            )  # fmt: skip
+    return solve(fitted, widths)
 
 
 def propose(
@@ -366,7 +377,7 @@ def propose(
     """
     natural = np.concatenate([space.natural for space in spaces])
     low, high = (np.concatenate([getattr(space, name) for space in spaces]) for name in ("floors", "caps"))
-    parts = _parts(law, len(natural), np.asarray(weights, np.float64), rng)
+    parts = _parts(law, np.asarray(weights, np.float64), rng)
     scale = sum(float(part.exponentials(natural).sum()) for part in parts) or 1.0
 
     def value(shares: Array) -> tuple[float, Array]:
@@ -412,21 +423,16 @@ class _Part(NamedTuple):
         return np.exp(np.minimum(self.constants + self.slopes @ bent(shares, self.bend), LARGE))
 
 
-def _parts(law: Law, size: int, weights: Array, rng: np.random.Generator | None) -> list[_Part]:
-    """The weighted losses, their constants left out, over K = `size` shares, of the mean of a law or of a draw."""
-    found: dict[float, list[tuple[float, Array]]] = {}
+def _parts(law: Law, weights: Array, rng: np.random.Generator | None) -> list[_Part]:
+    """The weighted losses, their constants left out, of the mean of a law or of a draw."""
     drawn = None if rng is None else law.coefficients(rng, 1)
-    for number, (weight, members) in enumerate(zip(weights.tolist(), law.members, strict=True)):
-        if weight <= 0:
-            continue
-        if drawn is None:
-            counted = [(one, one.beta, weight * one.weight) for one in members if one.weight >= PROPOSING]
-        else:
-            counted = [(one, betas[0], weight) for one, _, betas in drawn[number]]
-        for one, beta, counts in counted:
-            constant = float(beta[0] + np.log(counts) - beta[1:] @ one.centre)
-            found.setdefault(one.bend, []).append((constant, beta[1 : 1 + size]))
-    return [
-        _Part(bend, np.array([constant for constant, _ in those]), np.stack([slopes for _, slopes in those]))
-        for bend, those in found.items()
-    ]
+    found: list[tuple[Array, Array]] = []
+    for number, (weight, one) in enumerate(zip(weights.tolist(), law.sets, strict=True)):
+        curves, counts = (one.curves, one.weight) if drawn is None else (drawn[number].curves, np.ones(1))
+        those = (counts >= PROPOSING) & (weight > 0)
+        beta = curves.beta[those]
+        beta[:, 0] += np.log(weight * counts[those])
+        found.append((curves.bend[those], beta))
+    bends, betas = (np.concatenate(one) for one in zip(*found, strict=True))
+    each = {float(bend): betas[bends == bend] for bend in np.unique(bends)}
+    return [_Part(bend, beta[:, 0], beta[:, 1:]) for bend, beta in each.items()]

@@ -1,7 +1,7 @@
 """The losses of data sets over the shares of mixtures, as a study has them: what laws are fitted to."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,15 +39,8 @@ class SetLosses:
 
     def where(self, kept: np.ndarray) -> "SetLosses":
         """Some of the n trials: those of bool[n]."""
-        return SetLosses(
-            trials=self.trials[kept],
-            shares=self.shares[kept],
-            losses=self.losses[kept],
-            steps=self.steps[kept],
-            keys=self.keys,
-            names=self.names,
-            weights=self.weights,
-        )
+        rows = {name: getattr(self, name)[kept] for name in ("trials", "shares", "losses", "steps")}
+        return replace(self, **rows)
 
 
 def share_keys(params: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:

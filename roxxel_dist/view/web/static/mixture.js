@@ -85,7 +85,7 @@ function effectTables({ names, crossed, interactions }, metric) {
       plainTable("Effects on each validation set", ["More of", ...sets], names.map((name, i) => [name, ...sets.map((set) => estimate(crossed[set][i]))])));
   }
   if (interactions.length) {
-    tables.push(h("h3", {}, "What a tenth more of two does, beyond the sum of both"),
+    tables.push(h("h3", {}, "What a tenth more of two does, beyond the sum of both (intervals hold as often, or more)"),
       plainTable("Interactions", ["Data sets", metric], interactions.map(({ names: pair, ...value }) => [pair.join(" and "), estimate(value)])));
   }
   return tables;

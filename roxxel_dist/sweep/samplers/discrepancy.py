@@ -1,0 +1,98 @@
+"""What the law of mixtures may leave of the losses: products of two shares (Scheffe 1958, "Experiments with Mixtures").
+
+Real losses are beside every law. The error that this makes is not less with more trials, so intervals of the law alone
+would hold the less the more trials there are. As Kennedy and O'Hagan (2001, "Bayesian calibration of computer models",
+doi 10.1111/1467-9868.00294) a draw is that of the law and one of its discrepancy: here products of two shares, less
+what of them is linear in the shares and in what the law says, with coefficients under a normal prior about 0. Its
+deviation is drawn from a grid by the evidence: without a discrepancy in the trials the draws are near 0.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import fdtrc
+
+Array = NDArray[np.float64]
+WIDTHS = np.array([0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+"""Deviation of the prior, over what the noise leaves unknown of an average product."""
+TESTED = 10
+"""Trials beyond the coefficients of a test of the law: it has one for each product of two shares, and more."""
+
+
+class Discrepancy(NamedTuple):
+    """d draws, for one validation set."""
+
+    plain: Array
+    """float64[K + 2, q]: by product, what of it is linear in 1, the shares and what the law says."""
+    coefficients: Array
+    """float64[d, q]."""
+
+    def losses(self, shares: Array, said: Array) -> Array:
+        """float64[d, m], of shares float64[m, K] and what the law says of them, float64[m]."""
+        rows = np.hstack([np.ones((len(shares), 1)), shares, said[:, None]])
+        return self.coefficients @ (_products(shares) - rows @ self.plain).T
+
+
+def discrepancy(shares: Array, others: Array, said: Array, losses: Array, place: Array, normal: Array) -> Discrepancy:
+    """Draws of what a law leaves of one validation set.
+
+    Args:
+        shares: float64[n, K].
+        others: float64[n, p], what else differs between the trials.
+        said: float64[n], by the law, for these.
+        losses: float64[n].
+        place: float64[d], even between 0 and 1.
+        normal: float64[d, n].
+    """
+    products = _products(shares)
+    rows = np.hstack([np.ones((len(shares), 1)), shares, said[:, None], others])
+    plain = np.asarray(np.linalg.lstsq(rows, products, rcond=1e-8)[0], np.float64)
+    errors = losses - said
+    errors = errors - rows @ np.linalg.lstsq(rows, errors, rcond=1e-8)[0]
+    basis, sizes, back = np.linalg.svd(products - rows @ plain, full_matrices=False)
+    kept = sizes > 1e-6 * np.linalg.norm(products)
+    basis, sizes, back = basis[:, kept], sizes[kept], back[kept]
+    along, free = basis.T @ errors, max(len(shares) - rows.shape[1] - 1, 2)
+    # Variances over that of the noise: float64[width, q].
+    prior = (WIDTHS[:, None] * sizes) ** 2 * len(sizes) / (sizes**2).sum()
+    kept_part = prior / (1 + prior)
+    left = np.maximum((errors**2).sum() - kept_part @ along**2, 1e-300)
+    logs = -np.log1p(prior).sum(axis=1) / 2 - free / 2 * np.log(left)
+    weights = np.exp(logs - logs.max())
+    turns = np.searchsorted(np.cumsum(weights / weights.sum())[:-1], place)
+    noise = np.sqrt(left[turns] / free)[:, None] * (normal @ basis)
+    drawn = kept_part[turns] * along + np.sqrt(kept_part[turns]) * noise
+    return Discrepancy(plain[: shares.shape[1] + 2], drawn / sizes @ back)
+
+
+def chance_of_fit(rows: Array, shares: Array, errors: Array) -> float | None:
+    """How often the errors of a right law would hang on products of two shares as much as these do, or more.
+
+    An F test of the quadratic terms of a mixture polynomial (Scheffe 1958, "Experiments with Mixtures"): data sets that
+    act together, and a curve that bends otherwise than the law, leave such errors, and the noise of trainings does not.
+
+    Args:
+        rows: float64[n, p], what errors may hang on linearly: what differs between trials, and what the law predicts.
+        shares: float64[n, K].
+        errors: float64[n], of the losses by the law.
+
+    Returns:
+        A probability; None where too few trials are left for a test.
+    """
+    squares, ranks = [], []
+    alone = np.hstack([np.ones((len(shares), 1)), shares, rows])
+    for matrix in (alone, np.hstack([alone, _products(shares)])):
+        coefficients, _, rank, _ = np.linalg.lstsq(matrix, errors, rcond=1e-10)
+        squares.append(float(((errors - matrix @ coefficients) ** 2).sum()))
+        ranks.append(int(rank))
+    more, left = ranks[1] - ranks[0], len(shares) - ranks[1]
+    if more < 1 or left < TESTED or squares[1] <= 0:
+        return None
+    return float(fdtrc(more, left, max((squares[0] - squares[1]) / more / (squares[1] / left), 0.0)))
+
+
+def _products(shares: Array) -> Array:
+    """Of two different shares each: float64[m, q]."""
+    first, second = np.triu_indices(shares.shape[1], 1)
+    return shares[:, first] * shares[:, second]
