@@ -1,9 +1,9 @@
 """Which hosts join a job and which leave it, and how many of them work: the rules alone."""
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,15 +198,20 @@ def test_a_list_that_is_being_written_changes_nothing(
     path = tmp_path / "hosts"
     path.write_text("a\nb\n")
     job = JobSpec(command=("true",), nprocs=2, run_id="r", log_dir=tmp_path, hosts_from=str(path))
-    monkeypatch.setattr(inbox, "AGAIN_S", 0.1)
-    monkeypatch.setattr(inbox, "FILE_S", 0.1)
+    monkeypatch.setattr(inbox, "AGAIN_S", 0.02)
+    monkeypatch.setattr(inbox, "FILE_S", 0.02)
     backend = LocalBackend()
     backend.listed = ("a", "b")
+    read, texts = HostList.read, iter([*("a\n" + "b\n" * (look % 2) + "c" * look for look in range(12)), "a\nb\nc\n"])
+
+    def read_on(source: HostList) -> Any:
+        """As the list is read where a writer that never rests is within another line at each look."""
+        if (text := next(texts, None)) is not None:
+            path.write_text(text)
+        return read(source)
+
+    monkeypatch.setattr(HostList, "read", read_on)
     with Inbox(job, backend) as box:
-        for number in range(40):  # a writer that never rests
-            path.write_text("a\n" + "b\n" * (number % 2) + "c" * number)
-            time.sleep(0.02)
-        path.write_text("a\nb\nc\n")
         until(lambda: not box.lists.empty(), "the list")
         assert box.lists.get() == ["a", "b", "c"]
         path.unlink()

@@ -44,7 +44,7 @@ def exponent(cost: Callable[[int], float], small: int, large: int, *, log_too: b
     Where that is above `LINEAR`, there are more of them.
     """
     least, found = {small: inf, large: inf}, inf
-    for turns in range(1, 16):
+    for turns in range(1, 41):
         least = {number: min(before, cost(number)) for number, before in least.items()}
         found = log(least[large] / least[small]) / log(large / small)
         found -= log(log(large) / log(small)) / log(large / small) if log_too else 0.0
