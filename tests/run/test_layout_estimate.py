@@ -23,7 +23,7 @@ from roxxel_dist.train.steps import StepOptions, make_steps
 def test_a_deep_model_is_compiled_as_one_block():
     """So that an answer takes minutes; a model of the user's own is as it is."""
     for fields, is_scanned in (
-        ({"num_blocks": 8}, False), ({"num_blocks": 9}, True), ({"num_blocks": 96, "scan_layers": True}, False),
+        ({"num_blocks": 12}, False), ({"num_blocks": 13}, True), ({"num_blocks": 96, "scan_layers": True}, False),
         ({"num_blocks": 96, "model": "own:build"}, False),
     ):  # fmt: skip
         assert scanned_fields(Config(**fields)) == ({"scan_layers": True} if is_scanned else {})

@@ -44,7 +44,7 @@ MOST_COMPILED = 8
 """Layouts that fit, of which the step is compiled."""
 BUDGET_S = 480.0
 """CPU time of all compilations, four minutes of two cores: no further one begins that would probably end later."""
-DEEP = 8
+DEEP = 12
 """Of a model with more blocks the steps are compiled with scan_layers, one block for all: a compiler of TPUs takes 35 s
 for a step and 6 s for each block, one of GPUs 5 s and 1 s, and 3 s for each block of experts."""
 TOUCHED = 24
