@@ -291,17 +291,29 @@ class _Analysis:
             if (part := _slice_read(inner, i)) is not None:
                 reads[i] = min(read, part)
         root = next((x for x in inner if x.is_root), inner[-1])
-        if root.opcode == "dynamic-update-slice":
-            update = self._operands(body, root)[1]
-            part = sum(array.bytes for array in update)
-            if part < written:
-                whole = results[0].shape
-                reads = [
-                    0.0 if [a.shape for a in operand] == [whole] else read
-                    for operand, read in zip(operands, reads, strict=True)
-                ]
-                written = part
+        names = root.operands if root.opcode == "tuple" else [root.name]
+        wholes = list[tuple[int, ...]]()
+        for whole, name in zip(results, names, strict=False):
+            if (part := self._updated_bytes(body, name)) is not None and part < whole.memory_bytes:
+                written += part - whole.memory_bytes
+                wholes.append(whole.shape)
+        reads = [
+            0.0 if len(operand) == 1 and operand[0].shape in wholes else read
+            for operand, read in zip(operands, reads, strict=True)
+        ]
         return written + sum(reads)
+
+    def _updated_bytes(self, where: str, name: str) -> int | None:
+        """Bytes of the update, of a result that is an operand with a slice of it updated; else None.
+
+        A scan keeps what its backward pass reads so: each turn writes its slice of the array of all turns.
+        """
+        found = self._by_name[where].get(name)
+        while found is not None and found.opcode == "bitcast":
+            found = self._by_name[where].get(found.operands[0])
+        if found is None or found.opcode != "dynamic-update-slice":
+            return None
+        return sum(array.bytes for array in self._operands(where, found)[1])
 
     def _collective(self, total: ProgramCost, where: str, each: Instruction, kind: str, channels: set[Any]) -> None:
         channel = each.attribute("channel_id") or each.name, *((array.dtype, array.shape) for array in each.results)

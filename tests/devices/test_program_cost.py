@@ -262,6 +262,32 @@ def test_a_slice_of_what_is_stacked_is_read_and_no_more():
     assert program_cost(entry(*on_chip, before=fused), [0]).bytes_accessed == 64 * 64 * 4 + 4
 
 
+UPDATE = "%{} = f32[24,64] dynamic-update-slice(%{}, %s, %i, %z)"
+
+
+@pytest.mark.parametrize(
+    ("results", "lines", "moved"),
+    [
+        (1, ["ROOT " + UPDATE.format("r", "a")], 1),
+        (1, [UPDATE.format("u", "a"), "ROOT %r = f32[24,64] bitcast(%u)"], 1),
+        (2, [UPDATE.format("u", "a"), UPDATE.format("v", "b"), "ROOT %r = (f32[24,64]) tuple(%u, %v)"], 2),
+        # the second result is written whole, and its operand read
+        (2, [UPDATE.format("u", "a"), "%v = f32[24,64] copy(%c)", "ROOT %r = (f32[24,64]) tuple(%u, %v)"], 1 + 2 * 24),
+    ],
+)
+def test_what_a_scan_keeps_is_written_a_slice_a_turn(results, lines, moved):
+    operands = "f32[24,64]", "f32[24,64]", "f32[24,1,64]", "f32[1,64]", "s32[]"
+    inner = [
+        f"%{name} = {kind} parameter({number})"
+        for number, (name, kind) in enumerate(zip("abcsi", operands, strict=True))
+    ]
+    fused = "\n  ".join(["%fused () -> () {", *inner, "%z = s32[] constant(0)", *lines]) + "\n}\n"
+    outer = [f"%x{number} = {kind} parameter({number})" for number, kind in enumerate(operands)]
+    result = f"({', '.join(['f32[24,64]'] * results)})" if results > 1 else "f32[24,64]"
+    outer.append(f"ROOT %f = {result} fusion(%x0, %x1, %x2, %x3, %x4), kind=kLoop, calls=%fused")
+    assert program_cost(entry(*outer, before=fused), [0]).bytes_accessed == (moved + 1) * 64 * 4 + 4
+
+
 def layers(w, x):
     """Three layers, each used in a scan, and one product that no result needs."""
     _ = x @ w[0]
