@@ -303,7 +303,7 @@ class _Analysis:
         ]
         return written + sum(reads)
 
-    def _updated_bytes(self, where: str, name: str) -> int | None:
+    def _updated_bytes(self, where: str, name: str) -> float | None:
         """Bytes of the update, of a result that is an operand with a slice of it updated; else None.
 
         A scan keeps what its backward pass reads so: each turn writes its slice of the array of all turns.
