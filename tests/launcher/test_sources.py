@@ -107,7 +107,7 @@ from roxxel_dist.process.progress import Progress
 rank, attempt = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_ATTEMPT"])
 progress = Progress.from_env(rank)
 from importlib import import_module
-edited = [import_module("roxxel_dist.cluster." + name) for name in ("distributed", "free_memory")]
+edited = [import_module("roxxel_dist.cluster." + name) for name in ("distributed", "step_parts")]
 with open(f"tmp.{rank}", "w") as file:
     print(os.getpid(), *sorted(module.EDITED for module in edited if hasattr(module, "EDITED")), file=file)
 os.rename(f"tmp.{rank}", f"runs.{attempt}.{rank}")
@@ -128,13 +128,13 @@ def spares(job: Any) -> list[int]:
     "edit",
     [
         pytest.param("distributed", marks=pytest.mark.long),
-        *(pytest.param(edit, marks=pytest.mark.cluster) for edit in ("free_memory", "")),
+        *(pytest.param(edit, marks=pytest.mark.cluster) for edit in ("step_parts", "")),
     ],
 )
 def test_after_an_edit_all_ranks_run_the_new_code_and_spares_of_the_old_are_dropped(
     launch: Launch, until: Until, tmp_path: Path, edit: str
 ) -> None:
-    """Rank 1 has no spare; that of rank 0 has imported `distributed` before the edit, and not `free_memory`."""
+    """Rank 1 has no spare; that of rank 0 has imported `distributed` before the edit, and not `step_parts`."""
     cluster = tmp_path / "package" / "roxxel_dist" / "cluster"
     shutil.copytree(ROOT / "roxxel_dist", cluster.parent, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "steps.py").write_text(STEPS)
