@@ -2,18 +2,18 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cli.words.flags import Positional
 from roxxel_dist.cli.words.parser import parse
-from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.shard import Shard
-from roxxel_dist.data.files.slices import TokenFile
-from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.launcher.job.program import flags_in
 from roxxel_dist.process.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import aligned
+
+if TYPE_CHECKING:
+    from roxxel_dist.data.dataset import Roxxel
+    from roxxel_dist.data.files.slices import TokenFile
 
 MOST_SHARD_MB = 1 << 30
 SHOWN_OBJECTS = 4
@@ -232,11 +232,13 @@ def verify_shards(path: str, workers: int | None = None, dtype: str | None = Non
 SHOWN_CHARACTERS = 200
 
 
-def _bytes_of(shard: TokenFile) -> int:
+def _bytes_of(shard: "TokenFile") -> int:
+    from roxxel_dist.data.remote.shard import RemoteShard
+
     return shard.entry.size if isinstance(shard, RemoteShard) else Path(str(shard.path)).stat().st_size
 
 
-def text_row(ds: Roxxel) -> list[tuple[str, str]]:
+def text_row(ds: "Roxxel") -> list[tuple[str, str]]:
     """The bytes of text, of a data set whose shards have them."""
     sizes = [(shard.metadata.text_bytes, shard.metadata.counted_bytes) for shard in ds.shards]
     if not all(text for text, _ in sizes):
@@ -245,8 +247,10 @@ def text_row(ds: Roxxel) -> list[tuple[str, str]]:
     return [("text", f"{text:,} bytes, of which the tokens are {counted:,}: the tokenizer may change text")]
 
 
-def data_table(ds: Roxxel) -> str:
+def data_table(ds: "Roxxel") -> str:
     """A summary of a data set, one fact per line, and the beginning of its first document."""
+    from roxxel_dist.data.files.shard import Shard
+
     tokenizer, tokens = ds.tokenizer, ds.num_tokens
     size = sum(_bytes_of(shard) for shard in ds.shards)
     made_by = "no tokenizer.json beside the shards"

@@ -10,10 +10,12 @@ from typing import Any
 
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
+from roxxel_dist.launcher.output.console import clock
 from roxxel_dist.objects.lease import LeaseLostError
 from roxxel_dist.place.directory import is_study
 from roxxel_dist.process.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.process.extras import pip_install
+from roxxel_dist.run.curriculum import check_data
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, flat_fields, load_yaml, unknown
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.sweep.driver.bucket import StudyBucket
@@ -49,13 +51,18 @@ from roxxel_dist.sweep.study.folder import (
     SERVER,
     Study,
     StudyDir,
+    flat,
     read_study,
+    short,
 )
 from roxxel_dist.sweep.study.transfer import wide_config, write_transferred
 from roxxel_dist.sweep.trial.program import command_of
 from roxxel_dist.sweep.trial.trial import Event
 from roxxel_dist.sweep.trial.trial import run as run_trial
 from roxxel_dist.sweep.wandb_bridge.server import ServerSampler, agent_trial, create_or_join
+
+SHOWN_SAMPLES = 2
+"""Of a dry run."""
 
 
 def open_sweep(
@@ -241,3 +248,47 @@ def _last_words(run: SweepRun, ending: Ending, write_page: WritePage) -> None:
                     print(f"that config is kept at {run.bucket.send(path)}")
                 except OSError as error:  # as of the page above
                     print(f"that config is on this machine only ({error.strerror or error})")
+
+
+def preview(run: SweepRun) -> str:
+    """What a search would do, as text, with the first samples.
+
+    Raises UserError where none can run, or a sample would be refused with its data.
+    """
+    samples: list[Mapping[str, Any]] = []
+    sampler, options, gpus = run.sampler(), run.options, run.resources.gpus
+    try:
+        while len(samples) < min(SHOWN_SAMPLES, run.count or SHOWN_SAMPLES):
+            samples.append(sampler.ask()[1])
+    except SpaceExhausted as error:
+        if not samples:
+            raise UserError(str(error)) from error
+    configs = [run.trial_config(sample) for sample in samples] if run.program is None and run.server is None else []
+    for config in configs:
+        check_data(config, run.data_path, trial=True)
+    where = f"the Ray cluster at {options.ray_address}" if options.ray_address else "a private Ray on this machine"
+    return "\n".join(
+        [
+            f"study {run.study.place}: {run.description}",
+            f"trials: {run.extent}",
+            *(f"  example: {', '.join(f'{k} {short(v)}' for k, v in flat(sample).items())}" for sample in samples),
+            f"devices: {options.hosts_per_trial} host(s) and {options.procs_per_trial} process(es) a trial"
+            f"{'' if gpus is None else f', {gpus} GPU(s) on each host'}, in {where}",
+            _hours(run),
+            *search_notes(run, configs),
+        ]
+    )
+
+
+def _hours(run: SweepRun) -> str:
+    history, seconds, why = run.history(), run.options.max_time_s, "at most: --max_trial_time"
+    if history.mean_seconds is not None:
+        seconds, why = history.mean_seconds, f"as the {history.timed} trial(s) that have ended took"
+    if seconds is None:
+        return "hours: not known before the first trial has ended (--max_trial_time would bound them)"
+    each = f"{clock(seconds)} a trial, {why}"
+    if run.count is None:
+        return f"hours: {each}; no end: give --count"
+    left = max(0, run.count - len(history.trials) + len(history.running))
+    total = seconds * -(-left // run.options.workers)
+    return f"hours: about {total / 3600:.2g} ({clock(total)}) for {left} trial(s), {each}"
