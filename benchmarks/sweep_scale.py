@@ -67,7 +67,7 @@ class Instant:
 
 def search(folder: Path, trials: int) -> float:
     """CPU seconds of a start that ends when there are so many trials."""
-    from roxxel_dist.launcher.job.signals import SignalPipe
+    from roxxel_dist.process.interrupt import SignalPipe
     from roxxel_dist.sweep import make
     from roxxel_dist.sweep.driver.controller import Controller
     from roxxel_dist.sweep.driver.decisions import Decisions

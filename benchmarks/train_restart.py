@@ -31,7 +31,7 @@ from hosts import Cluster
 from measure import Result, table
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.spec import Limits
 
 ROUNDS = 2
 LIMIT_S = 300.0

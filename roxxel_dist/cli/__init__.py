@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pkgutil import resolve_name
 
 from roxxel_dist.launcher.backends import BACKENDS
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output import info
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError, UserError

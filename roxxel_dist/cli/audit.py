@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from roxxel_dist.cli.words.arguments import ConfigArgs, parse_config
 from roxxel_dist.cli.words.flags import Positional
 from roxxel_dist.cli.words.parser import parse
-from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.launcher.output import printable
 from roxxel_dist.process.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.component import MOST_WHOLE

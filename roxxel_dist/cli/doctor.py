@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from roxxel_dist.cli.words.arguments import parse_train
 from roxxel_dist.cli.words.parser import parse
-from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.launcher.output import printable
 from roxxel_dist.place.run_place import local_folder
 from roxxel_dist.process.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
@@ -93,9 +93,8 @@ def doctor(words: list[str]) -> int:
 def backend_of(args: DoctorArgs) -> "Backend":
     """The backend that reaches the hosts. Raises ValueError for a slip."""
     from roxxel_dist.launcher.backends.exec import ExecBackend
-    from roxxel_dist.launcher.backends.hosts import hosts_of
     from roxxel_dist.launcher.backends.local import LocalBackend
-    from roxxel_dist.launcher.backends.ssh import SshBackend
+    from roxxel_dist.launcher.backends.ssh import SshBackend, hosts_of
 
     if args.hosts is None and args.hostfile is None:
         for flag in ("via", "ssh-config", "python", "directory"):
@@ -118,8 +117,7 @@ def backend_of(args: DoctorArgs) -> "Backend":
 
 def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
     """The needs of a job that does not exist yet; `command` may be empty. Raises ValueError for a slip."""
-    from roxxel_dist.launcher.job.program import log_dir_for
-    from roxxel_dist.launcher.job.spec import JobSpec
+    from roxxel_dist.launcher.job.spec import JobSpec, log_dir_for
     from roxxel_dist.launcher.preflight.checks import requirements_of
 
     run_dir = local_folder(args.run_dir)  # of a run in a bucket no folder is needed

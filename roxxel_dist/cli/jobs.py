@@ -14,10 +14,10 @@ from roxxel_dist.cli.words.flags import Positional, Short
 from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.control.record import JobRecord
-from roxxel_dist.launcher.jobs import queued, tail
+from roxxel_dist.launcher.jobs import tail
 from roxxel_dist.launcher.jobs.stop import change_hosts
 from roxxel_dist.launcher.jobs.stop import stop as stop_job
-from roxxel_dist.launcher.output.console import info, printable
+from roxxel_dist.launcher.output import info, printable
 from roxxel_dist.place.directory import LOGS, is_run
 from roxxel_dist.place.run_place import local_folder
 from roxxel_dist.process.exit_codes import EXIT_FAILED, OK_CODES, UserError
@@ -61,7 +61,7 @@ def ps(words: list[str]) -> int:
             forgotten = index.forget()
             names = f": {', '.join(job.run_id for job in forgotten)}" if forgotten else ""
             info(f"{len(forgotten)} jobs removed from the list{names}")
-        jobs = queued.look_at(index.entries())
+        jobs = tail.look_at(index.entries())
     recent = time.time() - index.FORGOTTEN_S
     shown = [job for job in jobs if args.all or not job.is_over or (job.state == "lost" and job.updated > recent)]
     if args.json:
@@ -142,7 +142,7 @@ def _show(job: JobRecord, log: Path, count: int, *, follow: bool) -> JobRecord:
         info(f"{where}: this machine sees when the job ends, not when it is killed; Ctrl-C ends only this command")
     lines = tail.run_lines(log, job.run_id, last=count)
     tail.show(list(iter(lambda: next(lines), None)))
-    return tail.follow(lines, job) if follow else queued.look(job)
+    return tail.follow(lines, job) if follow else tail.look(job)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def attach(words: list[str]) -> int:
     with usage_errors():
         job = _find(args.run, "attach")
         if job.is_queued:
-            info(queued.words(job))
+            info(tail.words(job))
         try:
             job = _show(job, job.launcher_log if job.detached else Path(job.log_dir, "rank-0.log"), LINES, follow=True)
         except KeyboardInterrupt:
@@ -186,7 +186,7 @@ def stop(words: list[str]) -> int:
     with usage_errors():
         job = _find(args.run, "stop")
         if job.is_queued:
-            if (job := queued.cancel(job)).is_over:
+            if (job := tail.cancel(job)).is_over:
                 was = "waited to go on" if job.ran else "had not begun"
                 info(f"run {job.run_id} {was}: SLURM job {job.slurm_job} is cancelled")
                 return 0
@@ -253,7 +253,7 @@ def _find(name: str, command: str) -> JobRecord:
         raise
     if run is not None and trainer and job.is_over and name != job.run_id:
         raise UserError(_not_launched(run, command, trainer))
-    job = queued.look(job)
+    job = tail.look(job)
     if command == "stop":
         _check_place(job, command)
     return job
@@ -292,7 +292,7 @@ def _report_end(job: JobRecord) -> None:
     if not job.is_over and not job.path.exists():
         info(f"run {job.run_id} was not started, or its run directory was deleted: there is no record of it")
     elif job.is_queued:
-        info(queued.words(job))
+        info(tail.words(job))
     elif job.state == "lost" and job.slurm_job and not job.ran:
         info(f"run {job.run_id} never began, and SLURM job {job.slurm_job} is gone: `sacct -j {job.of_slurm}` says why")
     elif job.state == "lost":

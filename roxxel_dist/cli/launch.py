@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cli.words.parser import HELP, parse
 from roxxel_dist.launcher.backends import BACKENDS
-from roxxel_dist.launcher.output.console import info, printable
+from roxxel_dist.launcher.output import info, printable
 from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.usage_errors import usage_errors
@@ -128,7 +128,7 @@ def _check_counts(options: Any) -> None:
 
 def _is_in_the_image(command: Sequence[str]) -> bool:
     """Whether the config of a `train` command is no file of this machine."""
-    from roxxel_dist.launcher.job.program import flag
+    from roxxel_dist.launcher.job.spec import flag
 
     config = flag(command, "config")
     return config is not None and not os.path.exists(config)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cli.words.flags import Positional
 from roxxel_dist.cli.words.parser import parse
-from roxxel_dist.launcher.output.console import info, printable
+from roxxel_dist.launcher.output import info, printable
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.process.exit_codes import UserError

@@ -12,8 +12,8 @@ from typing import Any
 from roxxel_dist.cli.words.arguments import ConfigArgs, TrainArgs, parse_config
 from roxxel_dist.cli.words.parser import HELP
 from roxxel_dist.data.files.discovery import absolute, check_local
-from roxxel_dist.launcher.job.program import flags_in, split_flags
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.job.spec import flags_in, split_flags
+from roxxel_dist.launcher.output import info
 from roxxel_dist.place.directory import DEFINITION
 from roxxel_dist.place.run_place import bucket_url, local_run
 from roxxel_dist.process import interrupt

@@ -19,10 +19,9 @@ from roxxel_dist.cli.words.arguments import (
 )
 from roxxel_dist.cli.words.flags import Positional
 from roxxel_dist.cli.words.parser import parse
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output import info
 from roxxel_dist.place.directory import CONFIG
-from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError, pip_install
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.usage_errors import usage_errors
 

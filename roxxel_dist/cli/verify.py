@@ -8,7 +8,7 @@ from typing import Any
 
 from roxxel_dist.cli.words.flags import Positional
 from roxxel_dist.cli.words.parser import parse
-from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.launcher.output import printable
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.process.exit_codes import EXIT_FAILED, UserError
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from roxxel_dist.cli.words.arguments import check_new_run
 from roxxel_dist.cli.words.flags import Positional
 from roxxel_dist.cli.words.parser import parse
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output import info
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.process.exit_codes import UserError

@@ -19,8 +19,7 @@ from typing import Any
 import xxhash
 
 from roxxel_dist.data.files.format import checksum
-from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import UserError, pip_install
 
 KINDS = {
     ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".ndjson": "jsonl", ".ndjson.gz": "jsonl", ".json.gz": "jsonl",

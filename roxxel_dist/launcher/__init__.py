@@ -17,8 +17,8 @@ _WHERE = {
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.local import LocalBackend as LocalBackend
     from roxxel_dist.launcher.control.supervisor import run as run
-    from roxxel_dist.launcher.job.program import log_dir_for as log_dir_for
     from roxxel_dist.launcher.job.spec import JobSpec as JobSpec
+    from roxxel_dist.launcher.job.spec import log_dir_for as log_dir_for
     from roxxel_dist.launcher.job.spec import new_run_id as new_run_id
 
 __all__ = ["JobSpec", "LocalBackend", "log_dir_for", "new_run_id", "run"]

@@ -9,8 +9,7 @@ from typing import Any
 
 from roxxel_dist.objects.errors import MissingLibraryError, StoreDeniedError
 from roxxel_dist.objects.url import ObjectUrl
-from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import UserError, pip_install
 
 CONNECT_S = 10.0
 ENDPOINT = re.compile(r"https?://[A-Za-z0-9.\[\]:_-]+(/[\w./-]*)?")

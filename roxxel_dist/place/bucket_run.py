@@ -1,10 +1,17 @@
-"""A run that is kept in a bucket: the lease of the job that trains in it, its checkpoints, the mirror of the rest."""
+"""A run that is kept in a bucket: the lease of the job that trains in it, its checkpoints, the mirror of the rest.
+
+Nothing is deleted there because a local file is gone: the local folder is a copy, from which cleaners may delete files.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +19,153 @@ from roxxel_dist.checkpoint.digests import files_below
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS
 from roxxel_dist.checkpoint.remote import RemoteCheckpoints
 from roxxel_dist.cluster.distributed import is_primary, process_index
-from roxxel_dist.objects.errors import StoreError
-from roxxel_dist.place.bucket_folder import DATA, LEASE, LOGS, BucketFolder
-from roxxel_dist.place.mirror import RunMirror
+from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
+from roxxel_dist.place.bucket_folder import AT_ONCE, DATA, LEASE, LOGS, BucketFolder, FileState, state_of
+from roxxel_dist.process.durable import ANSWER, REQUEST, SAVE_FOLDER, save_mailbox
+
+if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectStore
+
+INTERVAL_S = 3.0
+"""Between two looks at the files."""
+ROWS = ("metrics.jsonl", "training_log.csv")
+"""Files that must be in the bucket before a checkpoint of the same steps."""
+BYTES_PER_S = 1 << 20
+"""Of one file that grows: a large one is sent less often."""
+
+log: logging.Logger = logging.getLogger("roxxel_dist.objects")
+
+
+class RunMirror:
+    """Sends the files of a local run directory to the prefix of the run, from a thread of its own.
+
+    Args:
+        store: the prefix of the run.
+        folder: the local run directory.
+        is_mine: whether this rank sends a file, by its name below the folder.
+        serves: whether requests to save are taken from the bucket, and answered there; on one rank.
+    """
+
+    def __init__(self, store: ObjectStore, folder: Path, is_mine: Callable[[str], bool], *, serves: bool) -> None:
+        self._store, self._folder, self._is_mine, self._serves = store, folder, is_mine, serves
+        self._sent: dict[str, tuple[FileState | None, float]] = {}
+        """The state of each file that was sent, and when it is to be looked at again."""
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._problem: Exception | None = None
+        self._serving: list[str] = []  # requests of the bucket that are in the folder
+        self._unreadable: dict[str, str] = {}
+        """By file, the error of the disk that kept it from being sent, and is logged."""
+        self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
+
+    def fetched(self, name: str, state: FileState | None) -> None:
+        """There is an object of that name, which is what the local file was in that state; or none that it had."""
+        self._sent[name] = state, 0.0
+
+    def start(self) -> None:
+        """Begin; delete the requests and answers that an earlier process left."""
+        if self._serves:
+            self._store.delete([info.key for info in self._store.list(SAVE_FOLDER)])
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises what ended the thread: StoreError where files could not be sent within the store's time limit."""
+        if self._problem is not None:
+            raise self._problem
+
+    def flush(self) -> None:
+        """Send all that has changed. Raises StoreError."""
+        self._pass(everything=True)
+
+    def flush_rows(self) -> None:
+        """Send the rows of the log; nothing large waits in between. Raises StoreError, and OSError of the disk."""
+        for name in ROWS:
+            if (self._folder / name).is_file() and self._is_mine(name):
+                self._send(name, self._folder / name)
+
+    def close(self, limit_s: float | None = None) -> None:
+        """Send all that has changed and end, within so many seconds where given. Raises StoreError where it failed."""
+        self._over.set()
+        if self._thread.ident is not None:  # else it never began
+            self._thread.join(limit_s)
+        if limit_s is not None:  # after a failure: the thread sends the rest, as far as it comes
+            return
+        self.check()
+        self.flush()
+
+    def _work(self) -> None:
+        try:
+            while not self._over.wait(INTERVAL_S):
+                self._pass(everything=False)
+            self._pass(everything=True)
+        except Exception as error:  # `check` raises it in the run's own thread
+            self._problem = error
+
+    @contextlib.contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        """Log an error of the disk once; the next pass tries again. Errors of the store pass."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as error:
+            text = error.strerror or str(error)
+            if self._unreadable.get(name) != text:
+                log.warning("%s: %s cannot be sent to the bucket (%s): it is tried again", self._folder, name, text)
+            self._unreadable[name] = text
+        else:
+            self._unreadable.pop(name, None)
+
+    def _pass(self, *, everything: bool) -> None:
+        now, there = time.monotonic(), dict[str, Path]()
+        with self._readable("its list of files"):
+            there = {str(path.relative_to(self._folder)): path for path in self._files()}
+        for name, path in sorted(there.items()):
+            if everything or now >= self._sent.get(name, (None, 0.0))[1]:
+                with self._readable(name):
+                    self._send(name, path)
+        if self._serves and self._thread.ident is not None:  # `start` clears what a dead run was asked
+            with self._readable("requests to save"):
+                self._serve_requests()
+
+    def _files(self) -> list[Path]:
+        """What this rank sends: no checkpoints, which have their own way, and nothing hidden."""
+        top = [path for path in self._folder.iterdir() if not path.name.startswith(".") and path.name != CHECKPOINTS]
+        paths = [file for path in top for file in (files_below(path) if path.is_dir() else [path])]
+        return [
+            path for path in paths
+            if not path.name.startswith(".") and path.is_file() and self._is_mine(str(path.relative_to(self._folder)))
+        ]  # fmt: skip
+
+    def _send(self, name: str, path: Path) -> None:
+        with self._lock:  # else the older one of two states might be sent last
+            try:
+                state = state_of(path)
+                if state == self._sent.get(name, (None, 0.0))[0]:
+                    return
+                if state[0] <= AT_ONCE:
+                    self._store.write(name, path.read_bytes())
+                else:
+                    self._store.upload(path, name)
+            except FileNotFoundError as error:  # taken away meanwhile
+                if isinstance(error, StoreNotFoundError):  # the bucket
+                    raise
+                return
+            self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
+
+    def _serve_requests(self) -> None:
+        """Pass requests in the bucket to the folder, and answers back."""
+        box = save_mailbox(self._folder)
+        for key in [info.key for info in self._store.list(SAVE_FOLDER)]:
+            if key.endswith(REQUEST):
+                if (name := Path(key).stem) not in self._serving:
+                    self._serving.append(box.post({}, name))
+                self._store.delete([key])
+        for name in [*self._serving]:
+            if (answer := box.take_answer(name)) is not None:
+                self._store.write(f"{SAVE_FOLDER}/{name}{ANSWER}", json.dumps(answer).encode())
+                self._serving.remove(name)
+
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.lease import Lease

@@ -3,22 +3,84 @@
 import contextlib
 import difflib
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path, PosixPath
 from typing import Any, Self
 
-from roxxel_dist.checkpoint.metadata import CHECKPOINTS
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CURSOR
 from roxxel_dist.data.files.atomic_dir import COMMIT, SUFFIX
-from roxxel_dist.data.files.discovery import is_tokens
+from roxxel_dist.data.files.discovery import ENDINGS, is_tokens
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.place.files import RUN_FILES, check_run_folder, has_begun, leftovers_of
+from roxxel_dist.process.durable import save_mailbox
 from roxxel_dist.process.exit_codes import REACHED_ENV, STATUS_ENV, MissingFileError, UserError
 from roxxel_dist.process.file_lock import LOCK, FolderIsHeld, hold_folder
 from roxxel_dist.process.file_lock import is_held as lock_is_held
-from roxxel_dist.process.mailbox import save_mailbox
 from roxxel_dist.utils.voice import argument
+
+RUN_FILES = (
+    "config.yaml",
+    "tokenizer.json",
+    "model_summary.json",
+    CURSOR,
+    "training_log.csv",
+    "metrics.jsonl",
+    "timeline.jsonl",
+    "model_weights.msgpack",
+    "best_model_weights.msgpack",
+    "wandb.json",
+    "plots/loss.png",
+)
+"""Files that a run replaces, or drops rows from."""
+IN_FOLDERS = (
+    "checkpoints/[0-9]*",
+    "checkpoints/*.orbax-checkpoint-tmp*",
+    "data/*.rox",
+    "data/tokenizer.json",
+    "data/build.json",
+)
+"""What a run takes for its own in its folders, and deletes; it only adds to others, such as `logs`."""
+STUDY = "study.yaml"
+
+
+def check_run_folder(run: Path, name: str = "") -> None:
+    """Raises UserError where a run in the folder would damage files that no run made. Messages call the folder `name`.
+
+    A folder that does not exist, an empty one, one with other files, such as notes, and that of a run are fine.
+    """
+    name, other = name or str(run), "runs/first"
+    if not run.is_dir() or has_begun(run):
+        return
+    if (place := os.path.realpath(run)) in ("/", os.path.realpath(Path.home())):
+        what = "the root folder" if place == "/" else "your home folder"
+        raise UserError(f"run_dir is {name}, {what}: name a folder for this run alone, such as {other}")
+    names = sorted(path.name for path in run.iterdir() if path.suffix in ENDINGS and path.is_file())
+    names += [f"{part}/{file.name}" for part in ("train", "val") for file in (run / part).glob("*.rox")]
+    what = "a data set" if names else "a study" if (run / STUDY).exists() else ""
+    if not names and not what and not (run / LOCK).exists():  # with it, they may be of a run that ended at its start
+        names = [name for name in RUN_FILES if os.path.lexists(run / name)]
+        inside = dict.fromkeys(path for pattern in IN_FOLDERS for path in sorted(run.glob(pattern)))
+        names += [str(path.relative_to(run)) for path in inside]
+    elif (run / RUN_FILES[0]).exists():  # a run writes its cursor before its config
+        names = [RUN_FILES[0], *names]
+    if what or names:
+        found = ", ".join(names[:3]) or STUDY
+        text = f"holds {what} ({found})" if what else f"has {found}, which no run made and a run would replace"
+        raise UserError(f"run_dir is {name}, which {text}: name another folder, such as {other}")
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run has begun in the folder: it has a cursor, which is its first file, or a checkpoint."""
+    return (folder / CURSOR).is_file() or any(folder.glob("checkpoints/[0-9]*/meta.json"))
+
+
+def leftovers_of(path: Path) -> Iterator[Path]:
+    """The temporary files that killed writers of `path` left beside it; see `durable.write_file`."""
+    pattern = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{8}.tmp")
+    return (file for file in path.parent.glob(".*.tmp") if pattern.fullmatch(file.name))
+
 
 CONFIG, TOKENIZER, DATA = "config.yaml", "tokenizer.json", "data"
 PREFLIGHT_STORE_S = 20.0

@@ -13,8 +13,8 @@ from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.place.bucket_folder import LEASE
 from roxxel_dist.place.directory import CONFIG, is_held
 from roxxel_dist.place.run_place import bucket_url
+from roxxel_dist.process.durable import ANSWER, REQUEST, SAVE_FOLDER, save_mailbox
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.mailbox import ANSWER, REQUEST, SAVE_FOLDER, save_mailbox
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore

@@ -1,7 +1,8 @@
-"""What a launcher and its ranks have agreed on. Standard library only: both sides import this first."""
+"""What a launcher and its ranks have agreed on, and the errors that users can fix. Both sides import this first."""
 
 import os
 import signal
+from contextlib import suppress
 
 STACK_SIGNAL = signal.SIGRTMIN + 5
 """Asks a rank for the stacks of its threads. No SIGUSR1: programs catch that one for purposes of their own."""
@@ -86,3 +87,23 @@ class LostRankError(RuntimeError):
 def attempt_number() -> int:
     """The number of starts of this process's job before this one; 0 where there is no launcher."""
     return int(os.environ.get("ROXXEL_ATTEMPT") or 0)
+
+
+def pip_install(extra: str) -> str:
+    """The command that adds the packages of an extra, such as "plot", to this installation.
+
+    The package is in no registry yet, so the command names the folder that it was installed from; where that is not
+    known or not there any more, it is one to run in a clone.
+    """
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution  # slow, and seldom needed
+    from pathlib import Path
+    from urllib.parse import unquote, urlsplit
+
+    with suppress(PackageNotFoundError, ValueError, KeyError, TypeError, OSError):
+        source = json.loads(distribution("roxxel-dist").read_text("direct_url.json") or "")
+        folder = Path(unquote(urlsplit(source["url"]).path))
+        if (folder / "pyproject.toml").is_file():
+            editable = "-e " if source["dir_info"].get("editable") else ""
+            return f"pip install {editable}'{folder}[{extra}]'"
+    return f"pip install '.[{extra}]' in a clone of the repository"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import pip_install
 
 VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "TPU_LIBRARY_PATH", "PJRT_NAMES_AND_LIBRARY_PATHS", "CUDA_VISIBLE_DEVICES")
 """What is looked at in the environment of a process."""

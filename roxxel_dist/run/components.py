@@ -30,8 +30,7 @@ from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.split import split_module
 from roxxel_dist.model.user_code import call_function, import_function, is_function
 from roxxel_dist.process import interrupt
-from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import UserError, pip_install
 from roxxel_dist.process.file_lock import print_line
 from roxxel_dist.process.progress import Progress
 from roxxel_dist.run.curriculum import (

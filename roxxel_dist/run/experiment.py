@@ -16,15 +16,14 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute, check_local, is_tokens
 from roxxel_dist.data.tasks import Task
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
-from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.launcher.output import printable
 from roxxel_dist.model.generate import generate, known_ids
 from roxxel_dist.place.bucket_folder import TRAINED
 from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.place.directory import CONFIG, CURVE, DATA, RunDirectory, RunResult, default_run_dir
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.process import interrupt
-from roxxel_dist.process.exit_codes import UserError, attempt_number
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import UserError, attempt_number, pip_install
 from roxxel_dist.run.components import (
     RunComponents,
     build_components,

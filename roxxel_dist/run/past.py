@@ -11,8 +11,7 @@ from roxxel_dist.checkpoint.metadata import CheckpointRef, read_cursor
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.place.directory import CONFIG, TOKENIZER, check_still_there, is_of_program
-from roxxel_dist.place.files import check_run_folder
+from roxxel_dist.place.directory import CONFIG, TOKENIZER, check_run_folder, check_still_there, is_of_program
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.process.exit_codes import MissingFileError, UserError
 from roxxel_dist.run.metadata import RunMetadata, data_of, saved_config

@@ -14,8 +14,7 @@ from typing import Any
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.place.directory import CONFIG, METRICS, SUMMARY, is_run, no_run
 from roxxel_dist.place.run_place import local_run
-from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import UserError, pip_install
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
 from roxxel_dist.train.log.timeline import SPENT, read_timeline, time_spent

@@ -18,7 +18,7 @@ from roxxel_dist.checkpoint.memory import MemoryTier
 from roxxel_dist.cluster.distributed import is_primary, process_count, unanswered, unique_key, wait_for_key
 from roxxel_dist.cluster.jax_private import key_value_store
 from roxxel_dist.cluster.preemption import stop_requested
-from roxxel_dist.process.mailbox import SaveRequests
+from roxxel_dist.process.durable import SaveRequests
 
 PERIOD_S = 1.0
 """Seconds from one announcement to the next; at least a step."""

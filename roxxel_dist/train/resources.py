@@ -12,7 +12,7 @@ from roxxel_dist.checkpoint.metadata import read_cursor, write_cursor
 from roxxel_dist.checkpoint.reader import DamagedCheckpoint
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_index
-from roxxel_dist.place.files import check_run_folder
+from roxxel_dist.place.directory import check_run_folder
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.file_lock import hold_folder
 from roxxel_dist.process.progress import Progress

@@ -13,8 +13,8 @@ from roxxel_dist.checkpoint.metadata import META, write_cursor
 from roxxel_dist.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.model.split import has_random_streams_alone
-from roxxel_dist.place.files import leftovers_of
-from roxxel_dist.process.mailbox import SaveRequests
+from roxxel_dist.place.directory import leftovers_of
+from roxxel_dist.process.durable import SaveRequests
 from roxxel_dist.process.progress import agent_pipe
 from roxxel_dist.train.agreement import StepAgreement
 from roxxel_dist.train.log.base import CRASH_LIMIT_S

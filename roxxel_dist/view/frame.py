@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from roxxel_dist.launcher.control.record import Restart
-from roxxel_dist.launcher.output.console import clock, printable, scaled
+from roxxel_dist.launcher.output import clock, printable, scaled
 from roxxel_dist.sweep.report.text import STATES, counts, parameter_columns, short_names, varied
 from roxxel_dist.sweep.report.versus import versus_text
 from roxxel_dist.sweep.study.folder import flat, short

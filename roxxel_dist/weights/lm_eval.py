@@ -18,8 +18,7 @@ from flax import nnx
 from roxxel_dist.cluster.determinism import enable_compilation_cache
 from roxxel_dist.data.tasks import ScoredRow, length_for, pad_scored, row_of, windows
 from roxxel_dist.model.generate import mesh_of
-from roxxel_dist.process.exit_codes import EXIT_USAGE, UserError
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import EXIT_USAGE, UserError, pip_install
 from roxxel_dist.weights.generator import Generator
 
 try:

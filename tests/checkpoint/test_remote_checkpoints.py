@@ -15,11 +15,11 @@ from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.place import mirror as run_mirror
+from roxxel_dist.place import bucket_run as run_mirror
 from roxxel_dist.place.bucket_folder import BucketFolder
 from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.place.run_place import local_run
-from roxxel_dist.process.mailbox import SAVE_FOLDER, SaveRequests
+from roxxel_dist.process.durable import SAVE_FOLDER, SaveRequests
 
 STATE = {"params": {"w": jnp.arange(600_000.0), "b": jnp.arange(3.0)}, "step": jnp.int32(1)}
 

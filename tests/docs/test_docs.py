@@ -21,7 +21,7 @@ import roxxel_dist
 from roxxel_dist import lora, sharding
 from roxxel_dist.cli import COMMANDS
 from roxxel_dist.launcher import backends
-from roxxel_dist.launcher.job.limits import SCALE_ENV
+from roxxel_dist.launcher.job.spec import SCALE_ENV
 from roxxel_dist.settings.config import FIELD_TYPES
 
 pytestmark = pytest.mark.xdist_group("docs")  # one build of the site

@@ -20,7 +20,7 @@ from ray_nodes import RayNodes, ray_nodes
 from slurm_desk import Desk
 
 from roxxel_dist.cli import main
-from roxxel_dist.launcher.job.limits import SCALE_ENV, Limits
+from roxxel_dist.launcher.job.spec import SCALE_ENV, Limits
 
 LIMIT_S = 180.0
 SCALE = 0.2

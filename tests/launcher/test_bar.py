@@ -8,7 +8,7 @@ from commands import TERMINAL, environment, on_terminal
 
 PROGRAM = """
 import time
-from roxxel_dist.launcher.output.console import Bar
+from roxxel_dist.launcher.output import Bar
 with Bar() as bar:
     for step, left in ((900, 3725.0), (950, float("nan")), (1000, None)):
         record = {"step": step, "total": 1000, "start": 900, "phase": "long [/x]", "eta_s": left}

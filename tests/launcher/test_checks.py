@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from roxxel_dist.cli.doctor import DoctorArgs, requirements
-from roxxel_dist.launcher.job.program import flag, log_dir_for
-from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec, flag, log_dir_for
 from roxxel_dist.launcher.preflight.checks import (
     ADVISED_FREE_BYTES,
     MIN_FREE_BYTES,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher.output import console as screen_file
-from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher import output as screen_file
+from roxxel_dist.launcher.output import Console
 
 PREEMPTION = "W1123 00:51:52.602120    4013 preemption_notifier.cc:90] SIGTERM caught at 2026-11-23T00:51:52.602118857"
 

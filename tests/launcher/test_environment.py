@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher.job.environment import (
+from roxxel_dist.launcher.job.placement import (
     assignments,
     direct,
     masked,

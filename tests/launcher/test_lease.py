@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hosts import CONTROLLER, Cluster
 
-from roxxel_dist.launcher.agent.lease import HostLease
-from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.agent.agent import HostLease
+from roxxel_dist.launcher.job.spec import Limits
 
 Until = Callable[[Callable[[], Any], str], None]
 BEAT = """

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from roxxel_dist.launcher import output as logs
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output import logs
-from roxxel_dist.launcher.output.logs import MAX_LINE_BYTES, LineSplitter, Logs
+from roxxel_dist.launcher.output import MAX_LINE_BYTES, LineSplitter, Logs
 
 
 def cut(data: bytes, sizes: list[int]) -> list[str]:

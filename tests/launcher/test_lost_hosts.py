@@ -17,7 +17,7 @@ from commands import FAST
 from hosts import CONTROLLER, ROOT, Cluster
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.spec import Limits
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, exit_code
 from roxxel_dist.launcher.policy.restart import Cause, classify
 

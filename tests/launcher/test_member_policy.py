@@ -11,7 +11,7 @@ from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import inbox
 from roxxel_dist.launcher.control.inbox import HostList, Inbox
 from roxxel_dist.launcher.control.members import MemberHangs
-from roxxel_dist.launcher.fleet.wanted import Change, Stays, Wanted, change_to, working_number
+from roxxel_dist.launcher.fleet.state import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.hang import Hang

@@ -22,11 +22,11 @@ from roxxel_dist.launcher.control import inbox
 from roxxel_dist.launcher.fleet import driver, events, looks
 from roxxel_dist.launcher.fleet.driver import Driver
 from roxxel_dist.launcher.fleet.step import fleet_of
-from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.output import Console
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.process.interrupt import SignalPipe
 
 # The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
@@ -66,9 +66,9 @@ import sys
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.supervisor import run
-from roxxel_dist.launcher.job.signals import SignalPipe
+from roxxel_dist.process.interrupt import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.output import Console
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.transport.pool import HostPool
 first = tuple(Path("hosts.txt").read_text().split())

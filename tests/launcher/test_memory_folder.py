@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.agent import memory_folder
+from roxxel_dist.launcher.agent import agent as memory_folder
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]
@@ -100,8 +100,8 @@ def test_kill_9_leaves_no_folder(victims: str, launch: Launch, alive: Alive, unt
 
 def test_a_folder_that_nobody_was_left_to_remove_goes_with_the_next_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_folder, "NEW_S", 0.0)
-    make = "import sys; from roxxel_dist.launcher.agent import memory_folder; memory_folder.create(sys.argv[1], 'ab');"
-    used, abandoned = memory_folder.new_path(), memory_folder.new_path()
+    make = "import sys; from roxxel_dist.launcher.agent.agent import create_memory; create_memory(sys.argv[1], 'ab');"
+    used, abandoned = memory_folder.new_memory(), memory_folder.new_memory()
     assert used is not None
     assert abandoned is not None
     words = [sys.executable, "-c", make + "print(flush=True); input()", used]
@@ -109,9 +109,9 @@ def test_a_folder_that_nobody_was_left_to_remove_goes_with_the_next_job(monkeypa
         assert owner.stdout is not None
         owner.stdout.readline()
         subprocess.run([sys.executable, "-c", make, abandoned], check=True)
-        memory_folder.remove_abandoned()
+        memory_folder.remove_abandoned_memory()
         assert os.path.isdir(used), "its agent lives"
         assert not os.path.exists(abandoned)
         owner.communicate(b"\n")
-    memory_folder.remove_abandoned()
+    memory_folder.remove_abandoned_memory()
     assert not os.path.exists(used)

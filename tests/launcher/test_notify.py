@@ -17,8 +17,7 @@ from jsonschema import Draft202012Validator
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.notify import Notifier
 from roxxel_dist.launcher.control.recorder import JobRecorder
-from roxxel_dist.launcher.job.limits import Limits
-from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec, Limits
 from roxxel_dist.process.exit_codes import UserError
 
 pytestmark = pytest.mark.xdist_group("launch")
@@ -39,11 +38,11 @@ import os, resource, sys
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.supervisor import run
-from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.spec import Limits
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.notify import Notifier
 from roxxel_dist.launcher.control.recorder import JobRecorder
-from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.spec import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 limits = Limits(notify_s=float(sys.argv[1]), notify_end_s=float(sys.argv[2]))
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

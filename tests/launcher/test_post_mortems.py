@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from roxxel_dist.launcher.fleet.simulation import LLAMA_3, Happening, Kind, Simulation, Work
-from roxxel_dist.launcher.job.limits import Limits
-from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec, Limits
 from roxxel_dist.launcher.policy.restart import BACKOFF_MOST_S
 
 DAY_S, HOUR_S = 86_400.0, 3600.0

@@ -22,9 +22,7 @@ import roxxel_dist
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.host.protocol import Message
-from roxxel_dist.launcher.job.limits import Limits
-from roxxel_dist.launcher.job.program import log_dir_for
-from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec, Limits, log_dir_for
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import HostQuestions, Interrupted

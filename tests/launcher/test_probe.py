@@ -18,7 +18,7 @@ import pytest
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.host import probe
 from roxxel_dist.launcher.host.probe import answer
-from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.spec import Limits
 
 LIMIT_S = 60
 FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "data_path": None, "resume": False, "shared": False}

@@ -15,7 +15,7 @@ from roxxel_dist.launcher.control import record
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.jobs import queued
+from roxxel_dist.launcher.jobs import tail as queued
 from roxxel_dist.process.exit_codes import UserError
 
 ME = os.getuid()

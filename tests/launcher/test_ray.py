@@ -22,7 +22,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.launcher.backends.ray import cluster
 from roxxel_dist.launcher.backends.ray.actor import environment
 from roxxel_dist.launcher.backends.ray.backend import unique
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import pip_install
 
 pytestmark = pytest.mark.xdist_group("ray")  # one worker: the cluster is started once
 Until = Callable[[Callable[[], Any], str], None]

@@ -10,18 +10,18 @@ import pytest
 
 from roxxel_dist.cli.launch import device_needs
 from roxxel_dist.launcher.backends.ssh import SshBackend
-from roxxel_dist.launcher.fleet import driver, start
+from roxxel_dist.launcher.fleet import driver, step
 from roxxel_dist.launcher.fleet.driver import Driver, NotReadyError
 from roxxel_dist.launcher.fleet.state import State
 from roxxel_dist.launcher.fleet.step import fleet_of
-from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.output import Console
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.process.device_counts import DeviceNeeds
+from roxxel_dist.process.interrupt import SignalPipe
 
 Asked = list[tuple[str, ...]]
 ENDED = AttemptSummary(cause=Cause.INFRASTRUCTURE, code=137)
@@ -223,7 +223,7 @@ def test_a_start_waits_for_hosts_that_start_themselves(
         return PreflightReport(address="10.0.0.1", port=1, unreachable=away, starting=tuple(away))
 
     monkeypatch.setattr(driver, "check_job_hosts", check_job_hosts)
-    monkeypatch.setattr(start, "RETRY_S", 0.0)
+    monkeypatch.setattr(step, "RETRY_S", 0.0)
     given: dict[str, Any] = {
         "nprocs": 3 - job.get("spare_hosts", 0),
         "host_timeout": 1000,

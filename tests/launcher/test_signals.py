@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from roxxel_dist.launcher.job.signals import SignalPipe
+from roxxel_dist.process.interrupt import SignalPipe
 
 
 def test_a_signal_of_the_program_is_no_request_to_stop() -> None:
@@ -28,7 +28,7 @@ def test_a_signal_of_the_program_is_no_request_to_stop() -> None:
 
 SUSPENDED = """
 import os, signal
-from roxxel_dist.launcher.job.signals import SignalPipe
+from roxxel_dist.process.interrupt import SignalPipe
 with SignalPipe(print, stays=True) as signals:
     for number in (signal.SIGTSTP, signal.SIGCONT, signal.SIGCONT, signal.SIGTERM):
         os.kill(os.getpid(), number)

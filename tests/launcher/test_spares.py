@@ -16,7 +16,7 @@ from ranks import is_waiting_spare
 
 from roxxel_dist.launcher.agent.spares import Rank, RankCommand, Spare, choose
 from roxxel_dist.launcher.host.worker import JOINING, imports_of
-from roxxel_dist.launcher.job.program import program_of
+from roxxel_dist.launcher.job.spec import program_of
 from roxxel_dist.process.process_stat import free_bytes
 
 pytestmark = pytest.mark.xdist_group("launch")  # not beside test_worker.py, of whose ranks a launch would tell

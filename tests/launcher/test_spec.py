@@ -13,8 +13,7 @@ import pytest
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job.placement import coordinator_port, placements, rank_environment, visible_gpus
-from roxxel_dist.launcher.job.program import log_dir_for
-from roxxel_dist.launcher.job.spec import CONTRACT, JobSpec, new_run_id
+from roxxel_dist.launcher.job.spec import CONTRACT, JobSpec, log_dir_for, new_run_id
 
 GOOD: dict[str, Any] = {"command": ("train",), "nprocs": 2, "run_id": "r", "log_dir": Path("logs")}
 
@@ -204,7 +203,7 @@ def test_the_launcher_imports_nothing_heavy() -> None:
     code = (
         "import sys; from roxxel_dist.launcher import JobSpec, LocalBackend, log_dir_for, new_run_id, run;"
         "import roxxel_dist.launcher.agent.agent,"
-        "roxxel_dist.launcher.host.worker, roxxel_dist.launcher.output.console;"
+        "roxxel_dist.launcher.host.worker, roxxel_dist.launcher.output;"
         "print(sorted({'jax', 'numpy', 'yaml', 'rich', 'flax'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

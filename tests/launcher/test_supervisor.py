@@ -17,8 +17,7 @@ import pytest
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.supervisor import run
-from roxxel_dist.launcher.job.limits import Limits
-from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec, Limits
 from roxxel_dist.process.interrupt import FORWARD_S
 
 pytestmark = pytest.mark.xdist_group("launch")  # not beside test_worker.py, of whose ranks a launch would tell

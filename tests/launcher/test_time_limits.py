@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.cluster.distributed import INIT_TIMEOUT_S
-from roxxel_dist.launcher.job.limits import Limits
-from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec, Limits
 from roxxel_dist.launcher.policy.hang import LIMITS_S
 from roxxel_dist.launcher.transport import pool
 from roxxel_dist.process.exit_codes import UserError

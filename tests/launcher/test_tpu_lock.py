@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.host import host_info
-from roxxel_dist.launcher.host.host_info import tpu_lock
+from roxxel_dist.launcher.host import probe
+from roxxel_dist.launcher.host.probe import tpu_lock
 from roxxel_dist.launcher.host.runtime_errors import is_tpu_in_use
 from roxxel_dist.launcher.preflight.checks import CheckResult, Requirements, tpu_locks
 from roxxel_dist.launcher.preflight.run import check_hosts
@@ -89,7 +89,7 @@ def test_a_lock_that_cannot_be_opened(tmp_path: Path) -> None:
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from roxxel_dist.launcher.host.host_info import tpu_lock
+from roxxel_dist.launcher.host.probe import tpu_lock
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresuid(65534, 65534, 65534)
@@ -107,7 +107,7 @@ def test_a_lock_of_another_user() -> None:
 
 
 def test_doctor_looks_at_it(tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_info, "LOCK", tmp_path / "lock")
+    monkeypatch.setattr(probe, "LOCK", tmp_path / "lock")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     seen = check_hosts(Requirements(run_dir=str(tmp_path)), LocalBackend(), ["here"])
     (found,) = [one for one in seen.findings if one.check == "tpu lock"]

@@ -9,7 +9,7 @@ import pytest
 
 from roxxel_dist.launcher.host import host_checks
 from roxxel_dist.launcher.host.host_checks import HostChecks, gpu_problems
-from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.spec import Limits
 from roxxel_dist.launcher.preflight import devices
 
 # The launcher is in this process, where other tests may have used jax, which warns of a fork beside its threads.

@@ -55,7 +55,7 @@ CONTROLLER = """
 import json, sys
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.spec import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.control.supervisor import run
 from watched import note
@@ -217,7 +217,7 @@ def test_a_failure_crosses_these_files(way: str, more: dict[str, float], code: i
     crossed = sorted([call for call in here + there if begun <= call.time <= decided], key=lambda call: call.time)
     after = [call for call in here if decided < call.time <= over]
     assert set(files(*crossed)) == set(table()[way]), "\n".join(files(*crossed))
-    assert {"control/report.py", "output/console.py"} < set(files(*after)) <= set(table()["report"])
+    assert {"control/report.py", "output.py"} < set(files(*after)) <= set(table()["report"])
 
 
 def test_the_files_of_a_start(start: Callable[..., Job]) -> None:

@@ -10,7 +10,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.objects.errors import StoreDeniedError, StoreError, StoreNotFoundError, StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl, is_url
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import pip_install
 
 CALLS = {
     "read": lambda store: store.read("k"),

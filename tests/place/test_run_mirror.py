@@ -10,9 +10,9 @@ from commands import wait_for
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.place import bucket_folder
-from roxxel_dist.place import mirror as run_mirror
+from roxxel_dist.place import bucket_run as run_mirror
 from roxxel_dist.place.bucket_folder import BucketFolder
-from roxxel_dist.place.mirror import RunMirror
+from roxxel_dist.place.bucket_run import RunMirror
 from roxxel_dist.process.progress import Progress
 from roxxel_dist.train.log.console import TextTracker
 from roxxel_dist.train.log.csv_jsonl import CsvTracker, JsonlTracker

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import pip_install
 
 ROOT = Path(__file__).parents[2]
 FILES = [

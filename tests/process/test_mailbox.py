@@ -6,8 +6,8 @@ import os
 import pytest
 
 from roxxel_dist.place.directory import RunDirectory
-from roxxel_dist.process import mailbox
-from roxxel_dist.process.mailbox import Mailbox, SaveRequests, save_mailbox
+from roxxel_dist.process import durable as mailbox
+from roxxel_dist.process.durable import Mailbox, SaveRequests, save_mailbox
 
 
 @pytest.fixture

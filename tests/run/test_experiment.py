@@ -14,7 +14,7 @@ import yaml
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.checkpoint.metadata import read_cursor
 from roxxel_dist.checkpoint.store import CheckpointStore
-from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.launcher.output import printable
 from roxxel_dist.place.directory import RunDirectory, default_run_dir
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import build_components, open_corpus

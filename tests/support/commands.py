@@ -14,7 +14,7 @@ from pathlib import Path
 import warm
 
 from roxxel_dist.cluster.versions import number
-from roxxel_dist.launcher.job.limits import SCALE_ENV
+from roxxel_dist.launcher.job.spec import SCALE_ENV
 
 FLAGS = {
     "xla_backend_optimization_level": "0",

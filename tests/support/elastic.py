@@ -25,7 +25,7 @@ from pathlib import Path
 from chaos_training import Training, last_state, left_behind, prepare
 from hosts import Cluster
 
-from roxxel_dist.launcher.fleet.wanted import Wanted
+from roxxel_dist.launcher.fleet.state import Wanted
 
 LIMIT_S = 400.0
 # Found by every rank: the steps of a job that waits for hosts are to leave the cores to others.
@@ -41,8 +41,8 @@ Progress.enter = slowly
 """
 # Found by the launcher: a host that comes and goes is not held back, or the job would soon change no more.
 EAGER = """
-from roxxel_dist.launcher.fleet import wanted
-wanted.HOLD_S = 0.0
+from roxxel_dist.launcher.fleet import state
+state.HOLD_S = 0.0
 """
 CONFIG = """
 dim: 16

@@ -77,8 +77,7 @@ def _be_launcher(job: dict[str, Any], directory: str, env: dict[str, str], out: 
     """Be what `python -c` would be with this program."""
     from roxxel_dist.launcher.backends.local import LocalBackend
     from roxxel_dist.launcher.control.supervisor import run
-    from roxxel_dist.launcher.job.limits import Limits
-    from roxxel_dist.launcher.job.spec import JobSpec
+    from roxxel_dist.launcher.job.spec import JobSpec, Limits
 
     for number, stream in ((1, out), (2, err)):
         with stream:

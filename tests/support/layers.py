@@ -57,17 +57,17 @@ INNER = {
         "transport",
         "agent",
         "host",
-        "output",
         "policy",
+        FRONT,
         "job",
     ],
 }
 # What the launcher knows of `train`, by names.
 OF_TRAIN = {
-    ("roxxel_dist.launcher.job.program", "roxxel_dist.cli.train"),
-    ("roxxel_dist.launcher.job.program", "roxxel_dist.run.experiment"),
-    ("roxxel_dist.launcher.job.program", "roxxel_dist.objects.url"),
-    ("roxxel_dist.launcher.job.program", "roxxel_dist.place.directory"),
+    ("roxxel_dist.launcher.job.spec", "roxxel_dist.cli.train"),
+    ("roxxel_dist.launcher.job.spec", "roxxel_dist.run.experiment"),
+    ("roxxel_dist.launcher.job.spec", "roxxel_dist.objects.url"),
+    ("roxxel_dist.launcher.job.spec", "roxxel_dist.place.directory"),
 }
 # What comes from above when it is called.
 EXCEPTIONS = OF_TRAIN | {
@@ -85,7 +85,7 @@ ON_A_HOST = ("roxxel_dist.launcher.host.host_checks", "roxxel_dist.devices.devic
 # They know the address of an object from a folder; others ask `place/run_place.py` of a run, `names_objects` of data.
 ASK_IS_URL = {
     "roxxel_dist.objects.url",
-    "roxxel_dist.launcher.job.program",
+    "roxxel_dist.launcher.job.spec",
     "roxxel_dist.data.files.discovery",
     "roxxel_dist.place.bucket_folder",
     "roxxel_dist.place.directory",

@@ -21,15 +21,13 @@ from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.host.protocol import Message, encode
 from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import placements
-from roxxel_dist.launcher.job.signals import SignalPipe
-from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output.console import Console
-from roxxel_dist.launcher.output.logs import Logs
+from roxxel_dist.launcher.job.spec import JobSpec, Limits
+from roxxel_dist.launcher.output import Console, Logs
 from roxxel_dist.launcher.policy.hang import HangDetector
 from roxxel_dist.launcher.policy.outcome import AttemptResult
 from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.process.interrupt import SignalPipe
 from roxxel_dist.process.progress import Record
 
 NEVER_S = 1e6

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from roxxel_dist import Config, Experiment
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import pip_install
 from roxxel_dist.train.log.base import LogQueue
 from roxxel_dist.train.log.tensorboard import TensorboardTracker
 

@@ -10,7 +10,7 @@ import time
 import pytest
 from wandb_server import WandbServer
 
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import pip_install
 from roxxel_dist.train.log.base import LogQueue
 from roxxel_dist.train.log.wandb import WandbTracker
 

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from roxxel_dist import Config, Experiment, Generator, Transformer
 from roxxel_dist.cli import main
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
-from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.launcher.output import printable
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import Sampling, generate_rows, known_ids, stream
 from roxxel_dist.model.split import split_module

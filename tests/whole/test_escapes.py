@@ -11,7 +11,7 @@ import pytest
 from commands import command, environment
 from made_study import made_study
 
-from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.launcher.output import printable
 
 TITLE = "\x1b]0;owned\x07"
 CLEAR = "\x1b[2J\x9b5n\u202etxt"

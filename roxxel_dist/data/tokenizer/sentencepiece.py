@@ -11,8 +11,7 @@ from typing import Any
 from roxxel_dist.data.tokenizer.text_bytes import TextBytes, by_decoding
 from roxxel_dist.data.tokenizer.tokenizer import NAME_THE_END, Tokenizer
 from roxxel_dist.process.durable import write_file
-from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import UserError, pip_install
 
 KEY = "sentencepiece"
 

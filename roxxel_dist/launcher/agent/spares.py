@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.host.process_tree import ProcessTree, die_with_parent
 from roxxel_dist.launcher.host.worker import imports_of
-from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import worker_argv
-from roxxel_dist.launcher.job.spec import CONTRACT
-from roxxel_dist.launcher.output.logs import LineSplitter
+from roxxel_dist.launcher.job.spec import CONTRACT, Limits
+from roxxel_dist.launcher.output import LineSplitter
 from roxxel_dist.process import progress
 from roxxel_dist.process.exit_codes import AT_ONCE, EXIT_NOT_STARTED, EXIT_USAGE, PIPE_ENV, SPARE_ENV
 from roxxel_dist.process.process_stat import free_bytes

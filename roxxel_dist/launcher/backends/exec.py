@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
-from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_hosts
 from roxxel_dist.launcher.backends.kubernetes.node import VARIABLES, flags_from_environment
-from roxxel_dist.launcher.backends.ssh import BOOTING, REFUSAL
+from roxxel_dist.launcher.backends.ssh import BOOTING, REFUSAL, NamedBackend, NamedHosts, check_hosts
 from roxxel_dist.launcher.backends.ssh import HINTS as SSH_HINTS
 from roxxel_dist.launcher.control.new_job import BackendOptions, job_of
 from roxxel_dist.launcher.job import backend as base

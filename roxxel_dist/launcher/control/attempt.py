@@ -16,10 +16,8 @@ from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.fleet.driver import Driver
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.placement import Placement
-from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output.console import Console
-from roxxel_dist.launcher.output.logs import Logs
+from roxxel_dist.launcher.output import Console, Logs
 from roxxel_dist.launcher.policy.hang import Hang, HangDetector, StepTimes
 from roxxel_dist.launcher.policy.outcome import (
     AttemptResult,
@@ -33,7 +31,7 @@ from roxxel_dist.launcher.policy.outcome import (
 from roxxel_dist.launcher.transport.connection import HostConnection
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.process.exit_codes import EXIT_USAGE, OK_CODES
-from roxxel_dist.process.interrupt import AGAIN, in_batch_job, kills
+from roxxel_dist.process.interrupt import AGAIN, SignalPipe, in_batch_job, kills
 from roxxel_dist.process.progress import Record
 
 AFTER_DUMP_S = 0.1

@@ -17,8 +17,8 @@ from roxxel_dist.launcher.fleet.state import NUMBERS
 from roxxel_dist.launcher.host.command import Command
 from roxxel_dist.launcher.job.backend import Backend, HostSource
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.process.durable import Mailbox
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.mailbox import Mailbox
 
 LIST_RUN_S = 30.0
 """Seconds that a command has for its list."""

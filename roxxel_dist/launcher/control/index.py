@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from roxxel_dist.launcher.control.record import JobRecord, read
-from roxxel_dist.launcher.job.program import is_bucket, program_of
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.job.spec import is_bucket, program_of
+from roxxel_dist.launcher.output import info
 from roxxel_dist.process.durable import state_dir
 from roxxel_dist.process.exit_codes import UserError
 

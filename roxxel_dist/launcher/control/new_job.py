@@ -14,12 +14,20 @@ from typing import Any
 from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.host.worker import PYTHON, SUBCOMMANDS
 from roxxel_dist.launcher.job.backend import Backend, LaunchRequest, Options
-from roxxel_dist.launcher.job.environment import assignments, is_secret, masked, masked_words, read_env_file, shell_line
-from roxxel_dist.launcher.job.limits import SCALE_ENV, Limits
-from roxxel_dist.launcher.job.placement import coordinator_port, placements, worker_argv, working_hosts
-from roxxel_dist.launcher.job.program import log_dir_for
-from roxxel_dist.launcher.job.spec import JobSpec, new_run_id
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.job.placement import (
+    assignments,
+    coordinator_port,
+    is_secret,
+    masked,
+    masked_words,
+    placements,
+    read_env_file,
+    shell_line,
+    worker_argv,
+    working_hosts,
+)
+from roxxel_dist.launcher.job.spec import SCALE_ENV, JobSpec, Limits, log_dir_for, new_run_id
+from roxxel_dist.launcher.output import info
 from roxxel_dist.launcher.transport.pool import agent_words
 from roxxel_dist.process.exit_codes import MEMORY_ENV, PIPE_ENV, UserError
 from roxxel_dist.process.platforms import why_no_devices

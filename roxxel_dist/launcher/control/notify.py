@@ -14,7 +14,7 @@ from typing import Literal
 
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.host.command import LOOK_S, Command
-from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.spec import Limits
 
 AT_ONCE = 8
 """Commands that run at the same time, at most; further events are left out."""

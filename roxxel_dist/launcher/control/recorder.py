@@ -22,9 +22,9 @@ from roxxel_dist.launcher.control.record import (
     write,
 )
 from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.environment import masked_words
+from roxxel_dist.launcher.job.placement import masked_words
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output import info
 from roxxel_dist.launcher.policy.restart import LONG_S
 from roxxel_dist.process.durable import state_dir, write_file
 from roxxel_dist.process.exit_codes import UserError

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output.console import LIBRARY_LOG, NOISE_PREFIXES
-from roxxel_dist.launcher.output.logs import Logs
+from roxxel_dist.launcher.output import LIBRARY_LOG, NOISE_PREFIXES, Logs, shortened
 from roxxel_dist.launcher.policy.hang import Hang
 from roxxel_dist.launcher.policy.outcome import (
     AttemptResult,
@@ -16,7 +15,6 @@ from roxxel_dist.launcher.policy.outcome import (
     how,
     is_cut_off,
 )
-from roxxel_dist.launcher.transport.connection import shortened
 from roxxel_dist.process.exit_codes import (
     EXIT_DRAINED,
     EXIT_HANG,

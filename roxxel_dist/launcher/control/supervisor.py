@@ -18,16 +18,15 @@ from roxxel_dist.launcher.fleet.driver import Driver, NotReadyError, StoppedErro
 from roxxel_dist.launcher.fleet.step import DEPART_S, fleet_of
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import Assignment, placements, working_hosts
-from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output.console import Console
-from roxxel_dist.launcher.output.logs import Logs
+from roxxel_dist.launcher.output import Console, Logs
 from roxxel_dist.launcher.policy.hang import LEAST_S, StepTimes
 from roxxel_dist.launcher.policy.outcome import AttemptResult
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, Decision, summary
 from roxxel_dist.launcher.preflight.devices import known_failures
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, OK_CODES
+from roxxel_dist.process.interrupt import SignalPipe
 
 
 @dataclass(frozen=True, kw_only=True)

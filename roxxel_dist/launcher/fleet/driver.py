@@ -13,14 +13,14 @@ from roxxel_dist.launcher.fleet.step import step
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import placements, working_hosts
-from roxxel_dist.launcher.job.signals import SignalPipe
-from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.output import Console
 from roxxel_dist.launcher.policy.outcome import HostLost
 from roxxel_dist.launcher.preflight.devices import checks_of, forget_failures, remember_failure
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.transport.connection import HostConnection
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted
+from roxxel_dist.process.interrupt import SignalPipe
 
 TEND_S = 0.5
 """Between two looks at the agents of hosts that can be used."""

@@ -18,6 +18,7 @@ from roxxel_dist.launcher.policy.restart import REPEAT_S, backoff
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
+KEPT = "cannot leave the job yet"
 LOOK_MOST_S = 300.0
 """The longest pause after looks at a host that answers and is not fit: each doubles it."""
 AWAY_MOST_S = 60.0
@@ -303,3 +304,38 @@ def _why_idle(fleet: Fleet, host: Host, working: int) -> str:
     if fleet.given.spare_hosts:
         return f"--spare-hosts is {fleet.given.spare_hosts}"
     return "n_devices, fsdp_devices, tensor_devices or virtual_shards leave its devices no work"
+
+
+def follow(fleet: Fleet) -> None:
+    """While ranks run: let hosts be those that are wanted, as far as that costs no restart."""
+    _receive_newcomers(fleet)
+    change = fleet.change
+    spares = fleet.are(State.SPARE)
+    if spares and not fleet.are(State.WARM):  # else they come in behind these
+        fleet.change_members(joins=spares)
+        seek_lost(fleet)
+    if idle := [name for name in change.leaves if name not in fleet.working]:
+        fleet.change_members(leaves=idle)
+        fleet.say(f"{', '.join(idle)} left the job; no rank ran there")
+    if change.kept:
+        fleet.say(
+            f"{', '.join(change.kept)} {KEPT}: of the {len(fleet.present_members)} hosts that are there, at "
+            f"least {fleet.least} stay (--min-hosts)"
+        )
+    forgive(fleet)
+    fleet.move([name for name in fleet.members_in(State.LEAVING) if name not in change.leaves], State.WORKING)
+    fleet.move([name for name in fleet.members_in(State.WORKING) if name in change.leaves], State.LEAVING)
+    next_look(fleet)
+
+
+def _receive_newcomers(fleet: Fleet) -> None:
+    """Hosts that came are looked at, together with spare ones; those that are wanted no more are forgotten."""
+    wanted, wanted_names, members = dict.fromkeys(fleet.wanted_now), {*fleet.wanted.hosts}, {*fleet.members}
+    fleet.move([name for name in wanted_names if name not in members and name not in wanted], State.HELD)
+    fleet.drop([name for name in fleet.hosts if name not in members and name not in wanted_names])
+    fleet.move([name for name in fleet.members_in(State.WARM) if name not in wanted], State.LOST)
+    held = [name for name, host in fleet.hosts.items() if host.state is State.HELD]
+    new = [name for name in wanted if name not in members and (name not in fleet.hosts or name in held)]
+    fleet.move(new, State.WANTED, due=fleet.now)
+    if new:  # together with these they may help
+        fleet.move(fleet.are(State.SPARE), State.FIT)

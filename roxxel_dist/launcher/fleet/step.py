@@ -1,17 +1,23 @@
-"""What follows from an event: the fleet after it, and what is to be done. Pure functions."""
+"""What follows from an event: the fleet after it, and what is to be done. Pure functions.
 
+The rules while ranks run are in `looks.py`; those of the search for hosts before a start are here.
+"""
+
+import math
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from roxxel_dist.launcher.fleet import events, looks, start
-from roxxel_dist.launcher.fleet.looks import note_return
-from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, State
-from roxxel_dist.launcher.fleet.wanted import Stays, Wanted, change_to
+from roxxel_dist.launcher.fleet import events, looks
+from roxxel_dist.launcher.fleet.looks import KEPT, follow, forgive, note_return, watch
+from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, Search, State, Stays, Wanted, change_to
+from roxxel_dist.launcher.job.placement import working_hosts
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.restart import Cause, has_come_to_nothing, next_action
+from roxxel_dist.launcher.preflight.checks import named, once
+from roxxel_dist.launcher.preflight.run import PreflightReport
 
 SWAP_S = 10.0
 """A host that is to leave stays so long for the first look at those that are to join: one restart does for both."""
@@ -19,7 +25,9 @@ DEPART_S = 120.0
 """A host that a system has asked to end is not used again sooner: clouds and schedulers end it within two minutes."""
 OF_ONE_HOST = {128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)}
 """Codes of failures that say nothing of the network between the others, which worked together until then."""
-KEPT = "cannot leave the job yet"
+RETRY_S = 2.0
+TELL_S = 5.0
+"""A longer wait is announced."""
 
 
 def fleet_of(
@@ -80,16 +88,16 @@ def step(fleet: Fleet, event: events.Event, now: float) -> tuple[Fleet, list[eve
 
 def _on_tick(fleet: Fleet, event: events.Tick) -> None:
     if fleet.search is not None:
-        start.waited(fleet, fleet.search)
+        _search_again(fleet, fleet.search)
     elif not fleet.is_fixed:
-        _follow(fleet)
+        follow(fleet)
 
 
 def _on_answer(fleet: Fleet, event: events.Answered) -> None:
     if not isinstance(fleet.look, events.Look):
         return
     if fleet.search is not None:
-        start.answered(fleet, fleet.search, fleet.look, event)
+        _on_search_answer(fleet, fleet.search, fleet.look, event)
     else:
         looks.answered(fleet, fleet.look, event)
 
@@ -97,41 +105,6 @@ def _on_answer(fleet: Fleet, event: events.Answered) -> None:
 def _on_warm(fleet: Fleet, event: events.Warmed) -> None:
     if isinstance(fleet.look, events.Warm):
         looks.warmed(fleet, fleet.look, event)
-
-
-def _follow(fleet: Fleet) -> None:
-    """While ranks run: let hosts be those that are wanted, as far as that costs no restart."""
-    _receive_newcomers(fleet)
-    change = fleet.change
-    spares = fleet.are(State.SPARE)
-    if spares and not fleet.are(State.WARM):  # else they come in behind these
-        fleet.change_members(joins=spares)
-        looks.seek_lost(fleet)
-    if idle := [name for name in change.leaves if name not in fleet.working]:
-        fleet.change_members(leaves=idle)
-        fleet.say(f"{', '.join(idle)} left the job; no rank ran there")
-    if change.kept:
-        fleet.say(
-            f"{', '.join(change.kept)} {KEPT}: of the {len(fleet.present_members)} hosts that are there, at "
-            f"least {fleet.least} stay (--min-hosts)"
-        )
-    looks.forgive(fleet)
-    fleet.move([name for name in fleet.members_in(State.LEAVING) if name not in change.leaves], State.WORKING)
-    fleet.move([name for name in fleet.members_in(State.WORKING) if name in change.leaves], State.LEAVING)
-    looks.next_look(fleet)
-
-
-def _receive_newcomers(fleet: Fleet) -> None:
-    """Hosts that came are looked at, together with spare ones; those that are wanted no more are forgotten."""
-    wanted, wanted_names, members = dict.fromkeys(fleet.wanted_now), {*fleet.wanted.hosts}, {*fleet.members}
-    fleet.move([name for name in wanted_names if name not in members and name not in wanted], State.HELD)
-    fleet.drop([name for name in fleet.hosts if name not in members and name not in wanted_names])
-    fleet.move([name for name in fleet.members_in(State.WARM) if name not in wanted], State.LOST)
-    held = [name for name, host in fleet.hosts.items() if host.state is State.HELD]
-    new = [name for name in wanted if name not in members and (name not in fleet.hosts or name in held)]
-    fleet.move(new, State.WANTED, due=fleet.now)
-    if new:  # together with these they may help
-        fleet.move(fleet.are(State.SPARE), State.FIT)
 
 
 def _on_request(fleet: Fleet, event: events.Asked) -> None:
@@ -280,8 +253,182 @@ def _let_go(fleet: Fleet, departing: Sequence[str]) -> None:
         fleet.todo.append(events.AwaitEnd(hosts=tuple(needed)))
 
 
+def _begin(fleet: Fleet, event: events.Begin) -> None:
+    """Seek hosts for the next attempt.
+
+    A spare host at once replaces a host that is unreachable or unfit. Before the first attempt the job goes on at once
+    without such a host, if it may (`job.min_hosts`); later that host has `job.host_timeout` seconds. A host that the
+    job goes on without is asked again when it can be used again, or when too few others are left. The first attempt
+    waits as long for `job.min_hosts` hosts, or for all where those that are missing still start.
+    """
+    forgive(fleet)
+    back = fleet.members_in(State.WARM)
+    fleet.search = Search(
+        asked=back,
+        back=back,
+        reserve=frozenset(fleet.members_in(*AWAY)),
+        gone_by=event.gone_by,
+        deadline=max(fleet.now + fleet.given.host_timeout, *event.gone_by.values(), 0.0),
+    )
+    present = [name for name in fleet.members if fleet.hosts[name].state not in (*AWAY, State.ASIDE)]
+    fleet.unsay(SEARCH)
+    fleet.move(present, State.WANTED)
+    _ask(fleet)
+
+
+def _ask(fleet: Fleet) -> None:
+    """Ask the hosts that would start; the note of the assignment goes to people if it has changed."""
+    if not _present(fleet):  # then everybody may be there again
+        fleet.move(fleet.members, State.WANTED)
+    assignment = fleet.assignment_of(_present(fleet))
+    if assignment.note and assignment.note != fleet.note:
+        fleet.unsay("assignment")
+        fleet.say(assignment.note, "assignment")
+        fleet.note = assignment.note
+    known = fleet.fit if fleet.fit is not None and fleet.fit.covers(assignment.hosts) else None
+    fleet.look = events.Look(assignment=assignment, port=fleet.port, check=fleet.unchecked, known=known)
+    fleet.unchecked = frozenset()
+    fleet.todo.append(fleet.look)
+
+
+def _on_search_answer(fleet: Fleet, search: Search, look: events.Look, event: events.Answered) -> None:
+    """Start, go on with other hosts, wait a moment, or give up."""
+    report = event.report
+    fleet.look = None
+    if _without_failed(fleet, search, report):
+        _ask(fleet)
+        return
+    for _, _, text in once(result for result in report.findings if result.level == "warning"):
+        fleet.say(f"warning: {text}")
+    if report.passed:
+        _start(fleet, search, look, report)
+    else:
+        if any(result.level == "error" for result in report.findings):
+            fleet.fit = None
+        _change(fleet, search, report, event.trusted)
+
+
+def _search_again(fleet: Fleet, search: Search) -> None:
+    """Ask again after a moment. While the job waits for hosts, one that is new will do."""
+    fleet.stays = fleet.stays.forgiven()
+    if not fleet.is_fixed and (new := fleet.change.newcomers):
+        fleet.move(new, State.WANTED)
+        fleet.change_members(joins=new)
+    fleet.move([name for name in search.replaced if name in fleet.members], State.WANTED)
+    search.replaced, search.reserve = frozenset(), frozenset(fleet.members_in(*AWAY))
+    _ask(fleet)
+
+
+def _present(fleet: Fleet) -> tuple[str, ...]:
+    """The hosts that may work."""
+    return fleet.members_in(State.WANTED)
+
+
+def _without_failed(fleet: Fleet, search: Search, report: PreflightReport) -> bool:
+    """Set hosts aside whose devices did not pass, where enough others are left; whether there were such hosts."""
+    new = {name: why for name, why in report.suspects.items() if name not in search.failed}
+    search.failed = search.failed | new.keys()
+    gone = False
+    for name, why in new.items():
+        if fleet.can_do_without(name):
+            fleet.move([name], State.ASIDE, why=why)
+            fleet.say(f"host {name} is set aside: {why}", SEARCH)
+            gone = True
+    return gone
+
+
+def _start(fleet: Fleet, search: Search, look: events.Look, report: PreflightReport) -> None:
+    assignment = look.assignment
+    wait_s = max(search.gone_by.values(), default=0.0) - fleet.now
+    if wait_s > TELL_S:
+        names = ", ".join(search.gone_by)
+        fleet.unsay(SEARCH)
+        fleet.say(f"waiting {wait_s:.0f} s: by then the ranks on {names} have ended, cut off or not", SEARCH)
+    present = dict.fromkeys(_present(fleet))
+    away = [name for name in fleet.members if name not in present and fleet.hosts[name].state is not State.ASIDE]
+    fleet.move(away, State.LOST)
+    fleet.move(present, State.SPARE, failures=0, due=math.inf)
+    fleet.move(search.back, State.SPARE, has_returned=True)
+    fleet.move(assignment.hosts, State.WORKING)
+    if fleet.note and not assignment.note:
+        fleet.say("all hosts work again", SEARCH)
+        fleet.note = ""
+    fleet.search, fleet.started, fleet.taken_in = None, assignment, search.back
+    fleet.report, fleet.cores, fleet.fit = report, fleet.cores or report.cores, look.known or report
+    if search.asked:
+        note_return(fleet, search.asked, failed={*search.back} != {*search.asked})
+    watch(fleet)
+    address = f"[{report.address}]" if ":" in report.address else report.address
+    start = events.Start(
+        assignment=assignment,
+        coordinator=f"{address}:{report.port}",
+        visible=report.visible,
+        cores=fleet.cores,
+        wait_s=max(wait_s, 0.0),
+    )
+    fleet.todo.append(start)
+
+
+def _change(fleet: Fleet, search: Search, report: PreflightReport, trusted: Collection[str]) -> None:
+    """Go on with other hosts, wait a moment, or give up."""
+    present = _present(fleet)
+    job, errors = fleet.job_of(fleet.members), report.problems
+    wrong = report.blamed(trusted)
+    if unfit := {*search.back} & (wrong or {*search.back}):  # the job ran without them
+        names = ", ".join(fleet.in_order(unfit))
+        for error in errors:
+            fleet.say(f"{names} cannot be used after all: {error}", SEARCH)
+        fleet.move(unfit, State.LOST)
+        search.back = tuple(name for name in search.back if name not in unfit)
+        _ask(fleet)
+        return
+    rest = tuple(name for name in present if name not in wrong)
+    is_replaced = rest != present and len(rest) >= len(working_hosts(job, fleet.members))
+    if fleet.is_elastic and rest and rest != present:  # a spare may be one that the batch gives no work
+        is_replaced = fleet.assignment_of(rest).devices >= fleet.assignment_of(present).devices
+    may_shrink = rest != present and job.min_hosts is not None and len(rest) >= job.min_hosts
+    if search.reserve and not (is_replaced or may_shrink):  # one of them may be there by now
+        fleet.move([name for name in search.reserve if name in fleet.members], State.WANTED)
+        search.reserve = frozenset()
+        _ask(fleet)
+        return
+    aside = fleet.members_in(State.ASIDE)
+    comes_and_goes = may_shrink and all(name in fleet.hosts and fleet.hosts[name].has_returned for name in wrong)
+    waits = not (is_replaced or aside or comes_and_goes or (may_shrink and not fleet.is_retry))
+    may_come = report.only_starts if job.min_hosts is None else bool(report.unreachable)
+    if waits and fleet.now < search.deadline and (fleet.is_retry or may_come):
+        _wait(fleet, search, report, len(rest))
+        return
+    if not (is_replaced or may_shrink or aside):
+        fleet.todo.append(events.GiveUp(text="\n".join(errors), unreachable=bool(report.unreachable)))
+        return
+    fleet.move([name for name in present if name in wrong], State.LOST)
+    if not is_replaced:
+        fleet.move(aside, State.WANTED)  # one that was lost, or failed, is better than none
+    for error in errors:
+        fleet.say(error, SEARCH)
+    search.replaced = search.replaced | {*report.starting}
+    _ask(fleet)
+
+
+def _wait(fleet: Fleet, search: Search, report: PreflightReport, there: int) -> None:
+    limit = f"waiting up to {fleet.given.host_timeout:g} s for"
+    least = fleet.job_of(fleet.members).min_hosts
+    if fleet.is_retry or least is not None:
+        for error in report.problems:
+            fleet.say(error, SEARCH)
+        if not fleet.is_retry:
+            text = f"{there} of at least {least} hosts (--min-hosts) are there: {limit} others (--host-timeout)"
+            fleet.say(text, SEARCH)
+    elif new := fleet.in_order({*report.starting} - search.starting):
+        search.starting = search.starting | {*new}
+        names = f"host {new[0]}" if len(new) == 1 else f"hosts {named(new)}"
+        fleet.say(f"{limit} {names} to start (--host-timeout): {report.unreachable[new[0]]}", SEARCH)
+    fleet.todo.append(events.Wait(seconds=RETRY_S))
+
+
 RULES: Mapping[type[events.Event], Callable[[Fleet, Any], None]] = {
-    events.Begin: start.begin,
+    events.Begin: _begin,
     events.Answered: _on_answer,
     events.Tick: _on_tick,
     events.Asked: _on_request,

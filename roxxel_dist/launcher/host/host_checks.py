@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 from roxxel_dist.launcher.host import process_tree
 from roxxel_dist.launcher.host.command import LOOK_S, Command
-from roxxel_dist.launcher.job.limits import Limits
+from roxxel_dist.launcher.job.spec import Limits
 
 Level = Literal["error", "doubt", "warning"]
 """error: nothing may run there. doubt: another host is better, if there is one. warning: a person should know it."""

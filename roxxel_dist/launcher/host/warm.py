@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 
-from roxxel_dist.launcher.host.host_info import versions
+from roxxel_dist.launcher.host.probe import versions
 from roxxel_dist.launcher.host.sources import recorder
 from roxxel_dist.process.exit_codes import AT_ONCE, SPARE_ENV
 from roxxel_dist.process.progress import agent_pipe

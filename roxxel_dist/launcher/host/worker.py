@@ -23,8 +23,8 @@ from typing import NoReturn
 from roxxel_dist.launcher.host.garbage import collect_seldom
 from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure, is_tpu_in_use
 from roxxel_dist.launcher.host.sources import recorder
-from roxxel_dist.launcher.job.program import program_of
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.job.spec import program_of
+from roxxel_dist.launcher.output import info
 from roxxel_dist.process.exit_codes import (
     EXIT_FAILED,
     EXIT_FILES,
@@ -233,7 +233,7 @@ def _run(program: Callable[[], None]) -> None:
 
 
 def _who_has_the_tpu() -> str:
-    from roxxel_dist.launcher.host.host_info import LOCK, tpu_lock  # late: only such a failure needs it
+    from roxxel_dist.launcher.host.probe import LOCK, tpu_lock  # late: only such a failure needs it
 
     text = f"another process has the TPU of {socket.gethostname()}"
     if (why := tpu_lock(LOCK)) is not None:

@@ -1,16 +1,21 @@
-"""What to start: JobSpec and run ids."""
+"""A job: what is known of its program, its options, its time limits and its run id.
+
+Of most programs the launcher knows nothing, and of `train` what its words say (`program_of`). No other file of the
+launcher knows the trainer. Its modules are here by their names, and are imported where they are used: in a rank, or on
+a host that is asked whether it is fit.
+"""
 
 import itertools
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from roxxel_dist.launcher.job.limits import Limits
-from roxxel_dist.launcher.job.program import Program, program_of
 from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.exit_codes import (
     EXIT_TIMEOUT_ENV,
@@ -23,6 +28,191 @@ from roxxel_dist.process.exit_codes import (
 )
 from roxxel_dist.process.file_lock import claim
 from roxxel_dist.process.platforms import VARIABLES
+
+
+def flag(words: Sequence[str], name: str) -> str | None:
+    """The value of a flag, however it is spelled; the last one counts."""
+    return {other: value for other, value, _ in split_flags(words)}.get(name)
+
+
+def flags_in(words: Sequence[str]) -> dict[str, str]:
+    """The value of each flag, guessed without knowing which flags take one; "" if none follows."""
+    return {name: value or "" for name, value, _ in split_flags(words) if name}
+
+
+def split_flags(words: Sequence[str], switches: Container[str] = ()) -> Iterator[tuple[str, str | None, list[str]]]:
+    """(name, value, its words) of every flag, and ("", None, [word]) of a word that belongs to none.
+
+    A flag's name has _ where - was written. Its value is what follows `=`, or the next word, unless that is a flag too;
+    of `switches` only `True` and `False` are values.
+    """
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        if not word.startswith("--"):
+            yield "", None, [word]
+            continue
+        flag, equals, value = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        is_switch = name.removeprefix("no_") in switches
+        if equals:
+            yield name, value, [word]
+        elif rest and not rest[0].startswith("--") and (not is_switch or rest[0].lower() in ("true", "false")):
+            yield name, rest[0], [word, rest.popleft()]
+        else:
+            yield name, None, [word]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Facts about the program of a job. The defaults are those of one that the launcher knows nothing of."""
+
+    reports_steps: bool = False
+    """Its ranks name the step that they are in, so a restart knows how far the job has come."""
+    resume: str = ""
+    """The flag with which the same command goes on where it was."""
+    imports: tuple[str, ...] = ()
+    """Modules that a rank imports before it begins, and a warm spare ahead of time. None of them touches a device."""
+    needs_folder: bool = False
+    """Whether all hosts must share the folder of its run."""
+    folder: Path | None = None
+    """That folder; None where the words do not name it, or it needs none."""
+    bucket: str | None = None
+    """The address where it keeps its run instead."""
+    data_path: str | None = None
+    """What it reads, the same on all hosts."""
+    resumes: bool = False
+    """Whether it goes on with what its folder has."""
+    config: str | None = None
+    """A file that must be the same for all ranks."""
+
+
+def program_of(command: Sequence[str]) -> Program:
+    """The facts that are known of a command."""
+    if not command or command[0] != "train":
+        return Program()
+    words = command[1:]
+    run_dir = flag(words, "run_dir") or ""
+    resume = [(value or "").lower() != "false" for name, value, _ in split_flags(words) if name == "resume"]
+    return Program(
+        reports_steps=True,
+        resume="--resume",
+        imports=("roxxel_dist.cli.train", "roxxel_dist.run.experiment"),
+        needs_folder=not is_bucket(run_dir),
+        folder=Path(run_dir) if run_dir and not is_bucket(run_dir) else None,
+        bucket=run_dir.rstrip("/") if is_bucket(run_dir) else None,
+        data_path=flag(words, "data_path"),
+        resumes=any(resume),
+        config=flag(words, "config"),
+    )
+
+
+def is_bucket(run_dir: str) -> bool:
+    """Whether a run directory is an address in a bucket."""
+    return import_module("roxxel_dist.objects.url").is_url(run_dir)
+
+
+def log_dir_for(command: Sequence[str], run_id: str) -> Path:
+    """`X/logs` for `train … --run_dir X` (the last one counts); otherwise, and where X is in a bucket,
+    `runs/run_<run_id>/logs`."""
+    return (program_of(command).folder or Path("runs", f"run_{run_id}")) / "logs"
+
+
+def host_checks() -> Any:
+    """The trainer's own module with `data_to_read` and `why_no_run`, which a host is asked before a start."""
+    return import_module("roxxel_dist.place.directory")
+
+
+SCALE_ENV = "ROXXEL_TIME_SCALE"
+"""For the tests of this package alone: `launch` scales the limits of a job by it, so that tests wait less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Time limits of a job, all in seconds. Their order matters; the README of the launcher has them in a table.
+
+    The launcher has them with its job, and an agent gets them with its first order.
+    """
+
+    checks_s: float = 0.5
+    """An answer about checks that still run on a host: its agent sends nothing else meanwhile."""
+    heartbeat_s: float = 0.5
+    """Between the heartbeats that a controller sends its agents."""
+    report_s: float = 0.5
+    """Between the reports of an agent on its ranks, which are its heartbeats too."""
+    dump_s: float = 1.25
+    """The answer of ranks that are asked for their stacks, before one is taken for dead."""
+    quiet_s: float = 2.0
+    """With an older last message a host's ranks are not blamed for a hang, and it gets no heartbeat: it receives
+    nothing much later than it sent something."""
+    slack_s: float = 2.0
+    """An agent that has stopped is killed by its guard so much later than it would have ended by itself."""
+    gone_s: float = 2.5
+    """The end of the ranks of a lost host, after its agent gives up: a guard may have to end it (`slack_s`)."""
+    fresh_s: float = 2.5
+    """The age of a host's question whether all hosts hear nothing."""
+    linger_s: float = 3.0
+    """A client whose program has ended, before it is killed: srun takes a moment."""
+    common_s: float = 3.0
+    """If for longer no host is known to have received a heartbeat, the ranks of all may have a lease (`HostLease`)."""
+    members_s: float = 4.0
+    """For the hangs that the launchers of other hosts find (`launch member`)."""
+    still_s: float = 5.0
+    """A controller that did not look for longer was stopped itself: its clocks begin again."""
+    look_s: float = 5.0
+    """Between two looks at a host that the job goes on without, at first."""
+    usage_s: float = 5.0
+    """The other ranks, after a configuration error, so that the rank that prints it (rank 0) comes to it as well: on a
+    busy machine ranks start seconds apart."""
+    orphan_s: float = 6.0
+    """The silence after which a host asks whether all hosts hear nothing."""
+    guard_kill_s: float = 8.0
+    """Killed processes, before a guard, or a keeper, gives them up; in a driver some die later."""
+    kill_s: float = 10.0
+    """Killed ranks, before the controller gives them up."""
+    agent_end_s: float = 10.0
+    """The end of an agent, likewise."""
+    silent_s: float = 10.0
+    """The silence of an agent to the controller, and of the controller to an agent that a cut link can part from it:
+    then the ranks there are lost, and end."""
+    notify_end_s: float = 10.0
+    """The commands of `--notify` that still run at the end of a job."""
+    take_s: float = 5.0
+    """A spare that is told to be a rank, before it is killed and a fresh process started."""
+    tool_s: float = 20.0
+    """A vendor's tool on a host (nvidia-smi)."""
+    notify_s: float = 30.0
+    """A command of `--notify`."""
+    devices_s: float = 60.0
+    """The check of a host's devices."""
+    command_s: float = 60.0
+    """The command of `--preflight`."""
+    start_s: float = 60.0
+    """The first word of an agent: a connection, and an interpreter from a slow file system."""
+    answer_s: float = 60.0
+    """An answer of a host before the start, its connection included."""
+    warm_s: float = 60.0
+    """The imports of a host that is to join, before it joins without spares."""
+    life_s: float = 600.0
+    """A host that is asked nothing more before the start, before its agent ends. Hosts are asked in groups, and each
+    may take a minute; it also ends an agent behind a cut link."""
+
+    OF_PROGRAMS: ClassVar[frozenset[str]] = frozenset(
+        {"take_s", "tool_s", "notify_s", "devices_s", "command_s", "start_s", "answer_s", "warm_s", "life_s"}
+    )
+    """Those of a program that starts, computes or belongs to somebody else: no scale makes it faster."""
+
+    def scaled(self, factor: float) -> "Limits":
+        """The limits times a factor, in the same order; those of programs as they are."""
+        names = {field.name for field in fields(self)} - self.OF_PROGRAMS
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
+
+    @classmethod
+    def received(cls, values: Mapping[str, Any]) -> "Limits":
+        """The limits that a launcher has sent; what one of another version does not name has its default."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: float(value) for name, value in values.items() if name in names})
+
 
 CONTRACT = (
     "ROXXEL_COORDINATOR", "ROXXEL_NUM_PROCESSES", "ROXXEL_PROCESS_ID", "ROXXEL_LOCAL_DEVICES", "ROXXEL_ATTEMPT",

@@ -15,7 +15,7 @@ from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.jobs.tail import header
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output import info
 from roxxel_dist.process.exit_codes import EXIT_FAILED
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from roxxel_dist.launcher.control.inbox import mailbox
 from roxxel_dist.launcher.control.record import JobRecord, is_alive
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output import info
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.file_lock import claim
 

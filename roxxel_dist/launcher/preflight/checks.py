@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, Protocol
 
-from roxxel_dist.launcher.host.host_info import IS_FILE, LOCK, HostInfo, is_loopback
+from roxxel_dist.launcher.host.probe import IS_FILE, LOCK, HostInfo, is_loopback
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.spec import JobSpec
 

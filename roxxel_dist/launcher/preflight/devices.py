@@ -23,7 +23,7 @@ from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.spec import DeviceCheckMode, JobSpec
 from roxxel_dist.launcher.preflight.checks import CheckResult, Questions, named
 from roxxel_dist.process.durable import state_dir, write_file
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import pip_install
 
 FACTOR, FACTOR_OF_CPU = 1.5, 4.0
 """Slower than the median of the others by this factor is slow. CPUs have other programs beside the check."""

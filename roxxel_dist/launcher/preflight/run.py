@@ -9,12 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 
-from roxxel_dist.launcher.host.host_info import is_called, own_name, place
-from roxxel_dist.launcher.host.probe import answer
+from roxxel_dist.launcher.host.probe import answer, is_called, own_name, place
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.limits import Limits
-from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec, Limits
 from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
     Questions,

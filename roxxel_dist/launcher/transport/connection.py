@@ -17,15 +17,13 @@ from dataclasses import asdict, dataclass, field
 from roxxel_dist.launcher.host.process_tree import die_with_parent
 from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Decoder, Message, Outbox
 from roxxel_dist.launcher.job.backend import RemoteProcess
-from roxxel_dist.launcher.job.limits import Limits
-from roxxel_dist.launcher.output.logs import LineSplitter
+from roxxel_dist.launcher.job.spec import Limits
+from roxxel_dist.launcher.output import LineSplitter, shortened
 from roxxel_dist.process.exit_codes import UserError
 
 CHUNK = 1 << 20
 STDERR_LINES = 100
 """Of a program's stderr so many lines are kept, to show why it ended."""
-MOST = 240
-"""Characters of a line that a message quotes."""
 ASKED = re.compile(r"\bask:[a-z]")
 """What a shell that reads a question as a command names in its error, without quotes and perhaps without braces."""
 ASIDE = re.compile(
@@ -49,7 +47,6 @@ CLOSED = re.compile(
     rf"|^{HOST_KEY}$|{DENIED}|^Permission denied, please try again\.$|{PLUGIN}"
 )
 """What ssh, or kubectl, says at last, whatever has ended a connection that it could not make; the cause is above."""
-COLOUR = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 KEY_COMMAND = re.compile(r"^\s*ssh-keygen -f .* -R .*")
 """How ssh says that an old key of a host is removed."""
 MOST_CAUSES = 3
@@ -73,12 +70,6 @@ def question_in(data: bytes) -> str:
     """The question to a person with which this piece of output ends, or ""."""
     line = data[-200:].rpartition(b"\n")[2].decode(errors="replace").strip()
     return line if QUESTION.search(line) else ""
-
-
-def shortened(line: str) -> str:
-    """A line for a message, without colours: its beginning and its end, where it is long."""
-    line = COLOUR.sub("", line)
-    return line if len(line) <= MOST else f"{line[: MOST // 2]} … {line[-MOST // 2 :]}"
 
 
 STARTER = ThreadPoolExecutor(1, "start")

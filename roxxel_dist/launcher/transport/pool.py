@@ -11,10 +11,9 @@ from typing import Self
 
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.limits import Limits
 from roxxel_dist.launcher.job.placement import Placement
-from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.job.spec import JobSpec, Limits
+from roxxel_dist.launcher.output import info
 from roxxel_dist.launcher.policy.outcome import HostLost, how
 from roxxel_dist.launcher.transport.connection import (
     ANOTHER_SHELL,

@@ -20,8 +20,7 @@ from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.devices.targets import check_compiler, parse_target
 from roxxel_dist.place.directory import CONFIG, no_run
 from roxxel_dist.process import interrupt
-from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import UserError, pip_install
 from roxxel_dist.run.components import RunComponents, build_components, open_corpus, temporary_folder
 from roxxel_dist.run.estimate.figures import EstimateRequest
 from roxxel_dist.run.estimate.target_process import call_for_target

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
-from roxxel_dist.process.interrupt import in_batch_job, kills
+from roxxel_dist.process.interrupt import SignalPipe, in_batch_job, kills
 from roxxel_dist.sweep.driver.decisions import STEPS_SPENT, Decisions, Event
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.executors.ray_executor import LOST_S, Attempt, Item, RayExecutor

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from roxxel_dist.launcher.output.console import clock, printable
+from roxxel_dist.launcher.output import clock, printable
 from roxxel_dist.sweep.report.text import STATES, parameter_columns, short_names
 from roxxel_dist.sweep.samplers.pairs import last_value, outcome
 from roxxel_dist.sweep.space.versus import Versus

@@ -10,11 +10,10 @@ from typing import Any
 
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
-from roxxel_dist.launcher.output.console import clock
+from roxxel_dist.launcher.output import clock
 from roxxel_dist.objects.lease import LeaseLostError
 from roxxel_dist.place.directory import is_study
-from roxxel_dist.process.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError, pip_install
 from roxxel_dist.run.curriculum import check_data
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, flat_fields, load_yaml, unknown
 from roxxel_dist.settings.usage_errors import usage_errors

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, connected
-from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.interrupt import SignalPipe
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.controller import Controller, Ending
 from roxxel_dist.sweep.driver.decisions import Decisions

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, ray_variables
-from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import UserError, pip_install
 
 PREFIX = "roxxel-ray-"
 HELD = "held"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.launcher.output import printable
 from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import stdev, variance
 from typing import Any
 
-from roxxel_dist.launcher.output.console import printable
+from roxxel_dist.launcher.output import printable
 from roxxel_dist.place.directory import is_study
 from roxxel_dist.run.report import Run
 from roxxel_dist.sweep.samplers.pairs import Comparison, Pair, looks, outcome, pairs_of

@@ -2,7 +2,7 @@
 
 import re
 
-from roxxel_dist.launcher.output.console import LIBRARY_LOG
+from roxxel_dist.launcher.output import LIBRARY_LOG
 from roxxel_dist.process.exit_codes import (
     EXIT_DRAINED,
     EXIT_FILES,

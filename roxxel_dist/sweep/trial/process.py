@@ -9,8 +9,7 @@ from pathlib import Path
 
 from roxxel_dist.launcher.backends.ray.actor import OF_WORKERS
 from roxxel_dist.launcher.host.process_tree import SpawnedTree
-from roxxel_dist.launcher.job.limits import Limits
-from roxxel_dist.launcher.job.spec import CONTRACT
+from roxxel_dist.launcher.job.spec import CONTRACT, Limits
 from roxxel_dist.sweep.trial.task import Ranks
 
 ROXXEL = (sys.executable, "-u", "-m", "roxxel_dist")

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.output.console import Bar, clock, scaled
+from roxxel_dist.launcher.output import Bar, clock, scaled
 from roxxel_dist.process.durable import put_back
 from roxxel_dist.process.exit_codes import STATUS_ENV, UserError
 from roxxel_dist.process.progress import agent_pipe

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roxxel_dist.process.durable import write_file
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import pip_install
 from roxxel_dist.process.process_stat import is_ending
 from roxxel_dist.train.log.base import TrackerError
 from roxxel_dist.train.log.csv_jsonl import read_rows

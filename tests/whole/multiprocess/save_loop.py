@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.distributed import barrier, initialize, is_primary, process_index
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.place.directory import RunDirectory
-from roxxel_dist.process.mailbox import SaveRequests
+from roxxel_dist.process.durable import SaveRequests
 from roxxel_dist.train.agreement import StepAgreement
 
 PAUSES = (0.0, 0.0, 0.001, 0.02)

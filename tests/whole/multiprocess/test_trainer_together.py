@@ -7,7 +7,7 @@ import os
 import pytest
 from commands import rows, run, start, wait_for
 
-from roxxel_dist.process.mailbox import save_mailbox
+from roxxel_dist.process.durable import save_mailbox
 from roxxel_dist.weights.files import read_weights, step_of
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "trainer_together.py")

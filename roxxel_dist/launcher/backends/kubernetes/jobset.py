@@ -16,10 +16,8 @@ from typing import Any, ClassVar
 
 from roxxel_dist.launcher.backends.kubernetes import controller, member
 from roxxel_dist.launcher.job import backend as base
-from roxxel_dist.launcher.job.environment import assignments, is_secret, masked_words, read_env_file
-from roxxel_dist.launcher.job.placement import placements, ranks_on
-from roxxel_dist.launcher.job.program import log_dir_for, program_of
-from roxxel_dist.launcher.job.spec import HostOptions, JobOptions, JobSpec
+from roxxel_dist.launcher.job.placement import assignments, is_secret, masked_words, placements, ranks_on, read_env_file
+from roxxel_dist.launcher.job.spec import HostOptions, JobOptions, JobSpec, log_dir_for, program_of
 from roxxel_dist.process.exit_codes import UserError
 
 Plain = dict[str, Any]

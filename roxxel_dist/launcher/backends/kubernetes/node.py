@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.new_job import job_of
-from roxxel_dist.launcher.host.host_info import is_loopback, is_owned, resolved
+from roxxel_dist.launcher.host.probe import is_loopback, is_owned, resolved
 from roxxel_dist.launcher.job import backend as base
-from roxxel_dist.launcher.job.signals import SignalPipe
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output import info
 from roxxel_dist.process.exit_codes import EXIT_PREFLIGHT, UserError
+from roxxel_dist.process.interrupt import SignalPipe
 
 VARIABLES: Mapping[str, tuple[str, ...]] = {
     "hosts": ("ROXXEL_HOSTS",),

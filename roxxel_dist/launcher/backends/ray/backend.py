@@ -14,7 +14,7 @@ from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, r
 from roxxel_dist.launcher.control.new_job import job_of
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words, ranks_on
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output import info
 from roxxel_dist.process.exit_codes import EXIT_PREFLIGHT, UserError
 
 ACTOR_S = 20.0

@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.extras import pip_install
+from roxxel_dist.process.exit_codes import UserError, pip_install
 
 HOST_PORT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
 MAX_NODES = 8

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from roxxel_dist.launcher.host.command import answer_of
-from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output import info
 from roxxel_dist.process.exit_codes import UserError
 
 ASK_S, CANCEL_S = 30.0, 5.0

@@ -26,11 +26,9 @@ from roxxel_dist.launcher.backends.slurm.grow import LEAVE_S, GrowJobs, options_
 from roxxel_dist.launcher.control.new_job import job_of
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.job import backend as base
-from roxxel_dist.launcher.job.environment import is_secret, masked_words
-from roxxel_dist.launcher.job.placement import ranks_on
-from roxxel_dist.launcher.job.program import split_flags
-from roxxel_dist.launcher.job.spec import HostOptions
-from roxxel_dist.launcher.output.console import info, printable
+from roxxel_dist.launcher.job.placement import is_secret, masked_words, ranks_on
+from roxxel_dist.launcher.job.spec import HostOptions, split_flags
+from roxxel_dist.launcher.output import info, printable
 from roxxel_dist.process.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
 
 SLACK_S = 15

@@ -1,4 +1,4 @@
-"""The output for the user: lines of ranks and of the launcher, above a live bar if stdout is a terminal.
+"""The output for the user: lines of ranks and of the launcher above a live bar, and a log of each rank.
 
 A terminal may accept nothing for hours (Ctrl-S, a pager that is not scrolled). The launcher must watch its ranks
 meanwhile, so a separate thread writes, and lines that exceed its queue are left out: the logs have them.
@@ -7,13 +7,20 @@ meanwhile, so a separate thread writes, and lines that exceed its queue are left
 import math
 import os
 import re
+import shlex
 import sys
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+if TYPE_CHECKING:
+    from roxxel_dist.launcher.job.spec import JobSpec
 
 MAX_WAITING = 4 << 20
 """Characters of ranks that wait for the terminal at most."""
@@ -23,6 +30,9 @@ NOISE_PREFIXES = re.compile(r"\[Gloo\] |[IW]\d{4} \S+ +\d+ preemption_notifier\.
 """How lines begin by which a library reports connections, or a SIGTERM: kept in the log, not shown."""
 LIBRARY_LOG = re.compile(r"[IWEF]\d{4} [\d:.]+ +\d+ \S+:\d+\] |\d{4}-\d\d-\d\d [\d:.]+: [IWEF] \S+:\d+\] ")
 """How entries of absl's and TSL's logs begin, which threads of jax write; one without belongs to the last."""
+QUOTED = 240
+"""Characters of a line that a message quotes."""
+SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 COLOUR = r"\x1b\[[0-9;:]*m"
 COMMANDS = re.compile(
     # Control characters but for tab and line end, marks that reorder a line, invisible ones, parts of no character.
@@ -40,6 +50,12 @@ def printable(text: str, *, colours: bool = False) -> str:
         return COMMANDS.sub(lambda match: _escaped(match[0]), text)
     shown, count = COLOUR_OR_COMMAND.subn(lambda match: match[1] or _escaped(match[0]), text)
     return f"{shown}\x1b[0m" if count and re.search(COLOUR, shown) and not shown.endswith("\x1b[0m") else shown
+
+
+def shortened(line: str) -> str:
+    """A line for a message, without colours: its beginning and its end, where it is long."""
+    line = SEQUENCE.sub("", line)
+    return line if len(line) <= QUOTED else f"{line[: QUOTED // 2]} … {line[-QUOTED // 2 :]}"
 
 
 def _escaped(character: str) -> str:
@@ -240,3 +256,120 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+MAX_LINE_BYTES = 8 << 20
+TAIL_LINES = 200
+"""Of a rank: enough for a long traceback from its first line on."""
+TAIL_COLUMNS = 2000
+
+
+class LineSplitter:
+    """Cuts the output of a process into lines of text.
+
+    Of what `\\r` overwrote only the last part stays, as on a terminal. Bytes that are not UTF-8 become \\xNN. A line of
+    more than `MAX_LINE_BYTES` bytes is cut there, so that memory is bounded.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that `data` completes."""
+        head, newline, rest = data.rpartition(b"\n")
+        if newline:
+            lines = _text(self._rest + head)
+            self._rest = _visible(rest)
+            return lines
+        self._rest = _visible(self._rest + rest)
+        return self.close() if len(self._rest) > MAX_LINE_BYTES else []
+
+    def close(self) -> list[str]:
+        """The last line, if it did not end with a newline."""
+        rest, self._rest = self._rest, b""
+        return _text(rest) if rest else []
+
+
+def _visible(rest: bytes) -> bytes:
+    """The part of an unfinished line behind its last `\\r` (one at the end may belong to `\\r\\n`)."""
+    body = rest.rstrip(b"\r")
+    return body.rpartition(b"\r")[2] + (b"\r" if len(body) < len(rest) else b"")
+
+
+def _text(block: bytes) -> list[str]:
+    lines = block.decode("utf-8", "backslashreplace").split("\n")
+    return [line.rstrip("\r").rpartition("\r")[2] for line in lines] if b"\r" in block else lines
+
+
+class Logs:
+    """One file a rank under `job.log_dir`, made with its first line, and the last lines of each in memory.
+
+    Use it as a context, and `begin` each attempt.
+    """
+
+    def __init__(self, job: "JobSpec", log: Callable[[str], None]) -> None:
+        from roxxel_dist.launcher.job.placement import masked_words  # late: most commands keep no logs
+
+        self._log = log
+        self._folder = Path(job.log_dir)
+        self._run = f"run {job.run_id}: " + shlex.join(masked_words(job.command)).replace("\n", "\\n")
+        self._files: dict[int, TextIO] = {}
+        self.begin(0)
+
+    def begin(self, attempt: int) -> None:
+        """Begin a new attempt: each file gets its header, and the lines before are not kept in memory."""
+        self.close()
+        self._header = f"# {time.strftime('%Y-%m-%d %H:%M:%S')} attempt {attempt}, {self._run}\n"
+        self._tails = defaultdict[int, deque[str]](lambda: deque(maxlen=TAIL_LINES))
+        self._broken = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def path(self, rank: int) -> Path:
+        """The log of a rank."""
+        return self._folder / f"rank-{rank}.log"
+
+    def tail(self, rank: int) -> list[str]:
+        """The last lines of a rank, at most `TAIL_LINES`."""
+        return list(self._tails[rank])
+
+    def write(self, rank: int, host: str, when: float, lines: list[str]) -> None:
+        """Append lines that arrived at `when` (seconds since 1970)."""
+        self._tails[rank].extend(line[:TAIL_COLUMNS] for line in lines[-TAIL_LINES:])
+        clock = time.strftime("%H:%M:%S", time.localtime(when))
+        prefix = f"{clock}.{int(when * 1000) % 1000:03d} {host} {rank} | "
+        try:
+            if rank in self._files and not self._is_in_place(rank):
+                self._close(rank)
+            if rank not in self._files:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                file = self.path(rank).open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
+                self._files[rank] = file
+                file.write(self._header)
+            self._files[rank].write(prefix + f"\n{prefix}".join(lines) + "\n")
+            self._files[rank].flush()
+        except OSError as error:  # a full disk must not end the job, and may have room again
+            self._close(rank)
+            if not self._broken:
+                self._broken = True
+                self._log(f"cannot write {self.path(rank)} ({error.strerror}): lines are missing there from now on")
+
+    def _is_in_place(self, rank: int) -> bool:
+        """Whether the open file of a rank still has its name: a person, or logrotate, may have moved or deleted it."""
+        try:
+            return os.path.samestat(os.stat(self.path(rank)), os.fstat(self._files[rank].fileno()))
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Close the files."""
+        for rank in list(self._files):
+            self._close(rank)
+
+    def _close(self, rank: int) -> None:
+        with suppress(OSError, KeyError):  # its buffered lines found no room, which was already reported
+            self._files.pop(rank).close()

@@ -1,1 +1,0 @@
-"""What ranks print: a log file each, and the console."""
