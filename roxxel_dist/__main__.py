@@ -26,10 +26,9 @@ import select
 import stat
 from typing import Any
 
-from roxxel_dist.launcher.host.garbage import collect_seldom
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import OutputError
-from roxxel_dist.process.interrupt import limit_the_end
+from roxxel_dist.process.interrupt import collect_seldom, limit_the_end
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from hosts import ROOT, Cluster
 from ray_nodes import RayNodes, words
 from slurm_desk import OVER, Desk, words_of
 
-from roxxel_dist.launcher.backends.kubernetes.member import PREEMPTION_CODES, RETRY_CODES
+from roxxel_dist.launcher.backends.kubernetes.forms import PREEMPTION_CODES, RETRY_CODES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray")]  # one worker: a cluster of Ray at a time
 Until = Callable[[Callable[[], object], str], None]

@@ -20,7 +20,7 @@ import yaml
 from hosts import ROOT, Cluster
 
 from roxxel_dist.cli import main
-from roxxel_dist.launcher.backends.kubernetes.controller import WAIT
+from roxxel_dist.launcher.backends.kubernetes.forms import WAIT
 
 Until = Callable[[Callable[[], Any], str], None]
 NAMES = ("m-controller-0", "m-hosts-0")

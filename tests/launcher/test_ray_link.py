@@ -13,7 +13,7 @@ import pytest
 from process_ray import import_ray
 
 from roxxel_dist.launcher.backends.ray.actor import RayNode
-from roxxel_dist.launcher.backends.ray.process import LOST, NoNodeError, RayProcess, reason_of
+from roxxel_dist.launcher.backends.ray.backend import LOST, NoNodeError, RayProcess, reason_of
 
 Until = Callable[[Callable[[], Any], str], None]
 ECHO = "import sys; print(sys.stdin.read().upper()); print('oh', file=sys.stderr); sys.exit(7)"

@@ -6,7 +6,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 from jax.experimental import checkify
 
-from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure
+from roxxel_dist.launcher.host.worker import is_runtime_failure
 
 
 def caught(act):

@@ -15,7 +15,7 @@ import pytest
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.host import probe
 from roxxel_dist.launcher.host.probe import tpu_lock
-from roxxel_dist.launcher.host.runtime_errors import is_tpu_in_use
+from roxxel_dist.launcher.host.worker import is_tpu_in_use
 from roxxel_dist.launcher.preflight.checks import CheckResult, Requirements, tpu_locks
 from roxxel_dist.launcher.preflight.run import check_hosts
 

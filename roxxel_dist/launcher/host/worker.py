@@ -2,9 +2,9 @@
 
 `train …` and Python scripts run inside this process, with jax.distributed up and an end that cannot hang. Any other
 program replaces this process and finds the contract in its environment.
+An exception of jax's runtime has an exit code of its own (`is_runtime_failure`).
 """
 
-import errno
 import faulthandler
 import os
 import re
@@ -20,8 +20,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
-from roxxel_dist.launcher.host.garbage import collect_seldom
-from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure, is_tpu_in_use
 from roxxel_dist.launcher.host.sources import recorder
 from roxxel_dist.launcher.job.spec import program_of
 from roxxel_dist.launcher.output import info
@@ -40,6 +38,7 @@ from roxxel_dist.process.exit_codes import (
     FileSystemError,
     LostRankError,
 )
+from roxxel_dist.process.interrupt import collect_seldom
 from roxxel_dist.process.progress import Progress, agent_pipe, own_record, say_exit
 
 SUBCOMMANDS = frozenset(
@@ -189,7 +188,7 @@ def _replace(command: list[str]) -> NoReturn:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        from roxxel_dist.launcher.host.worker import why_not_started  # late: seldom needed
+        from roxxel_dist.launcher.host.command import why_not_started  # late: seldom needed
 
         info(why := why_not_started(command[0], error))
         _leave(NOT_FOUND if why.startswith("program not found") else NOT_RUNNABLE)
@@ -299,80 +298,80 @@ def _flush() -> None:
             stream.flush()
 
 
+NAMES = ("JaxRuntimeError", "XlaRuntimeError")
+OF_THE_PROGRAM = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION")
+"""Statuses that the same program meets again on any hardware."""
+TOO_LARGE = "RESOURCE_EXHAUSTED"
+"""Out of memory: in the first step of a rank the program is too large; later something else has taken the memory."""
+STATUS = re.compile(
+    r"\b(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED"
+    r"|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED|INTERNAL|UNAVAILABLE|DATA_LOSS"
+    r"|UNAUTHENTICATED)\b"
+)
+STATUS_FIRST = re.compile(rf"{STATUS.pattern}: ")
+CALLBACK = re.compile(r"callback", re.IGNORECASE)
+"""An exception of the user's own function that XLA has called (pure_callback, io_callback) comes as INTERNAL too."""
+TPU_IN_USE = re.compile(r"TPU is already in use|libtpu\.so is already in use|libtpu_lockfile", re.IGNORECASE)
+"""Another process has the TPU, or has left its lock. jax says so in a RuntimeError."""
+TRACEBACK = "Traceback (most recent call last)"
+
+
+def is_runtime_failure(error: BaseException, *, first_step: bool) -> bool:
+    """Whether an exception, or the cause that it names (`raise … from`), is a failure of jax's or XLA's runtime.
+
+    That is one of the cluster, not of the program: a reset connection, an uncorrectable ECC error, NCCL, a network card
+    that flaps. It reaches a program as a `jax.errors.JaxRuntimeError`, whose message names a status of absl
+    (https://abseil.io/docs/cpp/guides/status-codes), or, from a call that XLA does at once, as a `ValueError` whose
+    message begins with one. jax is not imported to look at an error.
+
+    Args:
+        error: what ended the program.
+        first_step: whether the rank has finished no step yet.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if _is_of_runtime(type(cause)) or (type(cause) is ValueError and STATUS_FIRST.match(str(cause))):
+            return _is_infrastructure(str(cause), first_step)
+        if isinstance(cause, BaseExceptionGroup):
+            return any(is_runtime_failure(part, first_step=first_step) for part in cause.exceptions)
+        seen.add(id(cause))
+        cause = cause.__cause__
+    return False
+
+
+def is_tpu_in_use(error: BaseException) -> bool:
+    """Whether an exception of a rank's start says that another process has the TPU: it may end a moment later."""
+    cause: BaseException | None = error
+    for _ in range(10):
+        if cause is None:
+            break
+        if isinstance(cause, RuntimeError) and TPU_IN_USE.search(str(cause)):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _is_of_runtime(kind: type[BaseException]) -> bool:
+    """By name, in packages of jax; `checkify` has a class of that name for the user's own checks, a ValueError."""
+    return any(
+        base.__name__ in NAMES and base.__module__.partition(".")[0] in ("jax", "jaxlib") for base in kind.__mro__
+    ) and not issubclass(kind, ValueError)
+
+
+def _is_infrastructure(text: str, first_step: bool) -> bool:
+    if TRACEBACK in text and CALLBACK.search(text.partition(TRACEBACK)[0]):
+        return False
+    found = STATUS.search(text)
+    status = found[1] if found else ""
+    if status == TOO_LARGE:
+        return not first_step
+    return status not in OF_THE_PROGRAM
+
+
 if __name__ == "__main__":
     if SPARE_ENV in os.environ:
-        from roxxel_dist.launcher.host.warm import become_rank
+        from roxxel_dist.launcher.host.sources import become_rank
 
         become_rank(imports_of(sys.argv[1:]))
     main(sys.argv[1:])
-
-
-SCRIPT = b"#!"
-HEAD = 256
-"""Bytes of the first line that the kernel reads."""
-
-
-def why_not_started(word: str, error: OSError) -> str:
-    """Words for what is wrong with the program of a command, and the fix.
-
-    Args:
-        word: the first word of the command, as `execvp` took it.
-        error: what `execvp` raised.
-    """
-    path = word if "/" in word else shutil.which(word) or _on_path(word)
-    if path is None or not os.path.lexists(path):
-        return f"program not found: {word!r}; check the first word after `--`, or give its full path"
-    return f"cannot run {word!r}: {_why_not_run(path, word, error)}"
-
-
-def _why_not_run(path: str, word: str, error: OSError) -> str:
-    reason = error.strerror or str(error)
-    if not os.path.exists(path):
-        return f"it is a link to {os.path.realpath(path)!r}, which is not there; correct the link"
-    if os.path.isdir(path):
-        return "it is a folder; name a program in it"
-    if not os.access(path, os.X_OK):
-        return f"{reason}; make it executable (chmod +x)"
-    interpreter = _interpreter(path)
-    if error.errno == errno.EACCES and _is_noexec(path):
-        start = f"`-- {interpreter or 'bash'} {word}`"
-        return f"its file system is mounted noexec; start it by its interpreter, as in {start}"
-    return _of_script(word, interpreter, reason) if interpreter else _of_binary(error.errno, reason)
-
-
-def _of_script(word: str, interpreter: str, reason: str) -> str:
-    if interpreter.endswith("\r"):
-        return f"its lines end as on Windows (CR LF); save it with Unix line ends: sed -i 's/\\r$//' {word}"
-    if not os.path.exists(interpreter):
-        return f"its first line names {interpreter!r}, which is not there; correct that line"
-    return f"{reason}; its first line names {interpreter!r}: see that it can be run"
-
-
-def _of_binary(number: int | None, reason: str) -> str:
-    if number == errno.ENOEXEC:
-        return "it is no program, and its first line names none; write one there, such as #!/bin/bash"
-    if number == errno.ENOENT:
-        return "it is there, and the loader that it names is not: it was built for another system"
-    return f"{reason}; check the file"
-
-
-def _on_path(word: str) -> str | None:
-    """A file of this name in PATH that cannot be run."""
-    places = (os.path.join(folder, word) for folder in os.get_exec_path())
-    return next((place for place in places if os.path.isfile(place)), None)
-
-
-def _interpreter(path: str) -> str | None:
-    """What the first line of a script names; None for another file."""
-    with suppress(OSError), open(path, "rb") as file:
-        head = file.read(HEAD)
-        if head.startswith(SCRIPT):
-            line = head[len(SCRIPT) :].split(b"\n")[0].strip(b" \t")
-            return os.fsdecode(line.split(b" ")[0].split(b"\t")[0])
-    return None
-
-
-def _is_noexec(path: str) -> bool:
-    with suppress(OSError):
-        return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
-    return False

@@ -1,6 +1,6 @@
 """A job as a JobSet of Kubernetes: pure functions from the request to plain dictionaries. Nothing is applied.
 
-The pods wait, and the first one has the launcher (`controller`); or each has a launcher of its own (`member`). The
+The pods wait, and the first one has the launcher; or each has a launcher of its own (`forms.py`). The
 checks here cover mistakes that the API server accepts and that would lose a run, not those that it refuses itself
 (`kubectl apply --dry-run=server`).
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-from roxxel_dist.launcher.backends.kubernetes import controller, member
+from roxxel_dist.launcher.backends.kubernetes import forms
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import assignments, is_secret, masked_words, placements, ranks_on, read_env_file
 from roxxel_dist.launcher.job.spec import HostOptions, JobOptions, JobSpec, log_dir_for, program_of
@@ -279,17 +279,17 @@ def manifests(spec: JobSetSpec) -> list[Plain]:
     usual = {"procs_per_host": 1, **_defaults(JobOptions)}
     if options.has_controller:
         words = _given_options(options, {**usual, **_defaults(HostOptions)})
-        first = _pod(spec, controller.command(spec.name, options.hosts, words, spec.command))
+        first = _pod(spec, forms.command(spec.name, options.hosts, words, spec.command))
         all_first = options.min_hosts is None and not options.spare_hosts
-        jobs = controller.jobs(spec.name, options.hosts, first, _pod(spec, controller.WAIT), all_first=all_first)
-        before = controller.rights(spec.name, options.namespace, options.hosts)
-        policies = controller.policies(options.max_restarts)
+        jobs = forms.jobs(spec.name, options.hosts, first, _pod(spec, forms.WAIT), all_first=all_first)
+        before = forms.rights(spec.name, options.namespace, options.hosts)
+        policies = forms.policies(options.max_restarts)
     else:
         del usual["max_restarts"], usual["restart_on"]  # the JobSet starts again
         words = _given_options(options, usual)
-        pod = _pod(spec, member.command(spec.name, options.hosts, words, spec.command))
-        jobs, before = member.jobs(options.hosts, pod, options.restart_on), []
-        policies = member.policies(options.max_restarts)
+        pod = _pod(spec, forms.member_command(spec.name, options.hosts, words, spec.command))
+        jobs, before = forms.member_jobs(options.hosts, pod, options.restart_on), []
+        policies = forms.member_policies(options.max_restarts)
     of_all = {"network": {**network, "subdomain": spec.name}, **policies, "replicatedJobs": jobs}
     job_set = {"apiVersion": API, "kind": "JobSet", "metadata": _metadata(spec), "spec": of_all}
     return [*before, job_set]
@@ -333,7 +333,7 @@ def _container(spec: JobSetSpec, command: Sequence[str], volumes: Mapping[str, s
     for name in spec.env_of_secret:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": options.secret[0], "key": name}}})
     container: Plain = {
-        "name": controller.CONTAINER,
+        "name": forms.CONTAINER,
         "image": options.image,
         "command": [literal(word) for word in command],
         "env": env,

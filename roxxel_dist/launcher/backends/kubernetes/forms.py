@@ -1,14 +1,20 @@
-"""A JobSet whose pods wait, and whose first one has the launcher: `launch exec` over `kubectl exec`.
+"""The two forms of a JobSet: its pods wait, and the first one has the launcher; or each has a launcher of its own.
 
-Each host is a Job of one pod, so that it has a name that stays (`kubectl exec job/NAME`), and a pod that ends is made
-anew, on another node where its node is lost. The launcher restarts the ranks; the JobSet restarts a lost launcher.
+In the first (`launch exec` over `kubectl exec`) each host is a Job of one pod, so that it has a name that stays
+(`kubectl exec job/NAME`), and a pod that ends is made anew, on another node where its node is lost. The launcher
+restarts the ranks; the JobSet restarts a lost launcher.
+
+In the second (`launch member`) each host is a pod of one Indexed Job, and the cluster starts all of them again after a
+failure. Both objects state the meaning of the exit codes: the Job's podFailurePolicy classifies why a pod ended, the
+JobSet's failurePolicy chooses the reaction.
 """
 
 import signal
 from collections.abc import Sequence
 from typing import Any
 
-from roxxel_dist.launcher.policy.restart import PREEMPTED
+from roxxel_dist.launcher.policy.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, OF_THE_COMMAND, PREEMPTED
+from roxxel_dist.process.exit_codes import EXIT_HANG, EXIT_PREFLIGHT
 
 Plain = dict[str, Any]
 
@@ -35,6 +41,22 @@ FOR_EVER = 2**31 - 1
 KILLED = sorted(128 + number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV))
 """Exit codes of a launcher that has not ended by itself."""
 RBAC = "rbac.authorization.k8s.io"
+MEMBERS = "hosts"
+RETRY_CODES = sorted({*INFRASTRUCTURE, EXIT_HANG, EXIT_PREFLIGHT, EXIT_GIVEN_UP})
+"""Exit codes after which the job is started again, and that is counted."""
+PREEMPTION_CODES = sorted(PREEMPTED)
+NO_FAULT: list[Plain] = [
+    {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    {"action": "FailJob", "onExitCodes": {"operator": "In", "values": PREEMPTION_CODES}},
+]
+"""The first rules of a Job: ends after which the JobSet starts it again, and does not count that."""
+RESTART_UNCOUNTED: Plain = {
+    "name": "preempted",
+    "action": "RestartJobSetAndIgnoreMaxRestarts",
+    "onJobFailureReasons": ["PodFailurePolicy"],
+    # Which of its rules it was is in the message of the Job alone.
+    "onJobFailureMessagePatterns": ["matching FailJob rule at index [01]$"],
+}
 
 
 def names_of(name: str, hosts: int) -> list[str]:
@@ -75,11 +97,9 @@ def jobs(name: str, hosts: int, first: Plain, other: Plain, *, all_first: bool) 
 
     `all_first`: the launcher's pod is made when the others are there.
     """
-    disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    preempted = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted(PREEMPTED)}}
     ended = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": list(KILLED)}}
     launcher = _job({**first, "serviceAccountName": f"{name}-{CONTROLLER}"}, limit=0)
-    launcher["spec"]["podFailurePolicy"] = {"rules": [disrupted, preempted, ended]}
+    launcher["spec"]["podFailurePolicy"] = {"rules": [*NO_FAULT, ended]}
     made: list[Plain] = [{"name": CONTROLLER, "replicas": 1, "template": launcher}]
     if hosts > 1:
         waits = _job({**other, "automountServiceAccountToken": False}, limit=FOR_EVER)
@@ -96,23 +116,12 @@ def _job(pod: Plain, limit: int) -> Plain:
 
 def policies(max_restarts: int) -> Plain:
     """The ends of the JobSet: that of its launcher, which is started again where it was lost."""
-    preempted = {
-        "name": "preempted",
-        "action": "RestartJobSetAndIgnoreMaxRestarts",
-        "targetReplicatedJobs": [CONTROLLER],
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        # Which of its rules it was is in the message of the Job alone.
-        "onJobFailureMessagePatterns": ["matching FailJob rule at index [01]$"],
-    }
-    error = {
-        "name": "launcher_ended",
-        "action": "FailJobSet",
-        "targetReplicatedJobs": [CONTROLLER],
-        "onJobFailureReasons": ["PodFailurePolicy"],
-    }
+    target = {"targetReplicatedJobs": [CONTROLLER]}
+    error = {"name": "launcher_ended", "action": "FailJobSet", **target, "onJobFailureReasons": ["PodFailurePolicy"]}
+    rules = [{**RESTART_UNCOUNTED, **target}, error] if max_restarts else [error]
     return {
-        "successPolicy": {"operator": "All", "targetReplicatedJobs": [CONTROLLER]},
-        "failurePolicy": {"maxRestarts": max_restarts, "rules": [preempted, error] if max_restarts else [error]},
+        "successPolicy": {"operator": "All", **target},
+        "failurePolicy": {"maxRestarts": max_restarts, "rules": rules},
     }
 
 
@@ -120,3 +129,41 @@ def command(name: str, hosts: int, options: Sequence[str], words: Sequence[str])
     """The command of the launcher's pod."""
     start = ["roxxel-dist", "launch", "exec", "--hosts", ",".join(names_of(name, hosts)), "--via", VIA]
     return [*start, "--run-id", name, *options, "--", *words]
+
+
+def member_command(name: str, hosts: int, options: Sequence[str], words: Sequence[str]) -> list[str]:
+    """The command of a pod."""
+    first = f"{name}-{MEMBERS}-0-0.{name}"  # by this name the pods find host 0
+    start = ["roxxel-dist", "launch", "member", "--hosts", str(hosts), "--first", first, "--run-id", name]
+    return [*start, *options, "--", *words]
+
+
+def member_jobs(hosts: int, pod: Plain, restart_on: str) -> list[Plain]:
+    """The one job of the JobSet."""
+    program_error = {"action": "FailJob", "onExitCodes": _program_error(restart_on)}
+    job = {
+        "completionMode": "Indexed",
+        "completions": hosts,
+        "parallelism": hosts,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [*NO_FAULT, program_error]},
+        "template": {"spec": pod},
+    }
+    return [{"name": MEMBERS, "replicas": 1, "template": {"spec": job}}]
+
+
+def _program_error(restart_on: str) -> Plain:
+    """The exit codes that end the JobSet for good."""
+    if restart_on == "any":
+        return {"operator": "In", "values": sorted(OF_THE_COMMAND)}
+    return {"operator": "NotIn", "values": list(RETRY_CODES)}
+
+
+def member_policies(max_restarts: int) -> Plain:
+    """The reactions to a failed Job; the rules are tried in order, and if none matches, the JobSet restarts."""
+    error = {"name": "program_error", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    rules = [RESTART_UNCOUNTED, error] if max_restarts else [error]
+    return {
+        "successPolicy": {"operator": "All"},
+        "failurePolicy": {"maxRestarts": max_restarts, "rules": rules},
+    }
