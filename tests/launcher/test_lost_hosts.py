@@ -1,6 +1,7 @@
 """A job that goes on without a host takes it in again when it is back."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from commands import FAST
 from hosts import CONTROLLER, ROOT, Cluster
+from pretended import PretendedJob
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.job.spec import Limits
@@ -47,6 +49,42 @@ def ended(*codes: int, killed: bool = False, **more: Any) -> AttemptResult:
 )
 def test_how_an_attempt_ends_that_made_room_for_a_host(result: AttemptResult, cause: Cause, code: int) -> None:
     assert (classify(result), exit_code(result)) == (cause, code)
+
+
+def end_output(job: PretendedJob, host: int) -> None:
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), job.backend.processes[job.backend.hosts[host]].output)
+
+
+def fall_silent(job: PretendedJob, host: int) -> None:
+    job.pool.connect(job.backend.hosts[host]).last_seen -= 100.0
+    job.pool._looked -= 1.0
+
+
+LOSSES: dict[str, Callable[[PretendedJob, int], object]] = {
+    "its agent died": end_output,
+    "its agent died, and its guard has said so": lambda job, host: job.say(host, {"type": "gone", "code": 137}),
+    "it is silent": fall_silent,
+    "something else speaks": lambda job, host: job.say(host, {"id": 0}),
+}
+
+
+@pytest.mark.parametrize("code", [0, 42, 7, None])
+@pytest.mark.parametrize("how", LOSSES)
+def test_a_host_whose_ranks_have_ended_well_ends_no_other_rank(how: str, code: int | None, tmp_path: Path) -> None:
+    """Though its agent has not said `done`: something that a rank left cannot be killed."""
+    with PretendedJob(2, 1, tmp_path, silent_s=50.0) as job:
+        if code is not None:
+            job.say(1, {"type": "exit", "rank": 1, "pid": 1, "code": code, "killed_by_us": False, "step": 3})
+            job.turn()
+        job.orders()
+        LOSSES[how](job, 1)
+        for _ in range(3):
+            job.turn()
+        assert [link.host for link in job.pool.at_work] == ["h0000"]
+        is_well = code in (0, 42)
+        assert job.orders()["kill"] == (0 if is_well else code is None)  # the failure itself has killed them before
+        assert (job.attempt._result.lost is None) == is_well
 
 
 def started(hosts: Cluster, folder: Path, *words: object, way: str = "ssh", **env: str) -> subprocess.Popen[bytes]:

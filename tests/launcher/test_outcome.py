@@ -46,6 +46,7 @@ def ends(*codes: int) -> list[RankExit]:
         ((TERM, -6), {"requested": 15}, 143, None),
         ((130, TERM), {"requested": 2}, 130, None),
         ((42, -9), {"requested": 15}, 143, None),
+        ((0, -9), {}, 137, None),
         ((42, -9), {"requested": 1}, 129, None),
         ((1, 42), {"requested": 2}, 1, 0),
         ((0, -9), {"lost": LOST}, 137, None),

@@ -125,16 +125,16 @@ class PretendedBackend(Backend):
 class PretendedJob:
     """An attempt of the controller at a job on so many hosts, which a test moves by hand. Use it as a context.
 
-    No clock of it ever ends: a pretended host says nothing by itself.
+    No clock of it ever ends, but for those in `more` (`Limits`): a pretended host says nothing by itself.
     """
 
-    def __init__(self, hosts: int, ranks: int, folder: Path) -> None:
+    def __init__(self, hosts: int, ranks: int, folder: Path, **more: float) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._soft = soft
         self.ranks = ranks
         self.backend = PretendedBackend(hosts)
-        limits = Limits(silent_s=NEVER_S, start_s=NEVER_S, kill_s=NEVER_S, agent_end_s=0.0)
+        limits = Limits(**{"silent_s": NEVER_S, "start_s": NEVER_S, "kill_s": NEVER_S, "agent_end_s": 0.0, **more})
         self.job = JobSpec(
             command=("train",),
             nprocs=hosts * ranks,

@@ -125,8 +125,8 @@ class Attempt:
     """The step that all ranks must have done before hosts join or leave, so that each attempt comes to a new one; None
     where the program is not known to report steps."""
     _exits: list[RankExit] = field(default_factory=list)
-    _well: set[int] = field(default_factory=set)
-    """Ranks that have ended well."""
+    _has_failure: bool = False
+    """Whether a rank has not ended well."""
     _deadline: float | None = None
     _check_at: float = 0.0
     _dump: StackDump | None = None
@@ -206,11 +206,11 @@ class Attempt:
         self._result.gone_by[event.host] = event.gone_by
         if event.by_link:
             self._result.cut.add(event.host)
-        if not self._has_ended(host):
-            self._result.lost = self._result.lost or event
         for rank in host.ranks:
             self._running.pop(rank, None)
-        self.pool.kill()
+        if host.unfinished:
+            self._result.lost = self._result.lost or event
+            self.pool.kill()
 
     def _on_progress(self, records: Sequence[Sequence[Any]]) -> None:
         now, when, reached = time.monotonic(), time.time(), self._result.reached
@@ -254,9 +254,8 @@ class Attempt:
         self._exits.append(end)
         self._running.pop(end.rank, None)
         result.reached = max(result.reached, end.step)
-        if end.code in OK_CODES:
-            self._well.add(end.rank)
         if end.code not in OK_CODES:
+            self._has_failure = True
             if not end.killed_by_us:
                 result.failed = result.failed or time.monotonic()
             if not is_drain(result):  # the agent of this rank does so by itself; this is for the others
@@ -422,16 +421,11 @@ class Attempt:
         ]
         self.pool.kill()
 
-    def _has_ended(self, host: HostConnection) -> bool:
-        """Whether all ranks of a host have ended well: then the end of its agent costs nothing."""
-        return self._well.issuperset(host.ranks)
-
     def _is_ending(self) -> bool:
         """Whether the ranks are about to end for another reason: that one has its own limits."""
-        failed = len(self._well) < len(self._exits)
         result = self._result
         ends = (result.lost, result.requested, result.differs)
-        return bool(failed or result.late or result.host_change) or any(end is not None for end in ends)
+        return bool(self._has_failure or result.late or result.host_change) or any(end is not None for end in ends)
 
     def _host_of(self, rank: int) -> HostConnection:
         return next(host for host in self.pool.all if rank in host.ranks)

@@ -184,7 +184,7 @@ def as_code(code: int) -> int:
 
 
 def exit_code(result: AttemptResult) -> int:
-    """The job's exit code."""
+    """The job's exit code; never 0 where the launcher has killed a rank."""
     if result.requested is None and (result.hang is not None or result.differs is not None):
         return EXIT_PREFLIGHT if result.hang is None else EXIT_HANG
     failure = first_failure(result)
@@ -198,7 +198,7 @@ def exit_code(result: AttemptResult) -> int:
     if result.requested is not None and not codes <= set(OK_CODES):
         return 128 + result.requested
     left = EXIT_DRAINED in codes or (result.host_change and codes != {0})  # in whatever way
-    return EXIT_DRAINED if left else 0
+    return EXIT_DRAINED if left else next((as_code(code) for code in codes if code not in OK_CODES), 0)
 
 
 def how(code: int) -> str:

@@ -125,6 +125,8 @@ class HostConnection:
     """Whether its ranks may have a lease: for some time no host is known to have received from the launcher."""
     ready: bool = False
     """Whether any message has come."""
+    unfinished: set[int] = field(default_factory=set)
+    """Its ranks that have not ended well. Without any, its end costs nothing, and ends no other rank."""
     done: bool = False
     """Whether nothing more is expected from it in this attempt: its work has ended, or it is lost."""
     lost: bool = False

@@ -23,7 +23,7 @@ from roxxel_dist.launcher.transport.connection import (
     question_in,
     shortened,
 )
-from roxxel_dist.process.exit_codes import EXIT_PREFLIGHT, UserError
+from roxxel_dist.process.exit_codes import EXIT_PREFLIGHT, OK_CODES, UserError
 
 PROBE_END_S = 2.0
 """How long a program without ranks may take to end."""
@@ -163,6 +163,7 @@ class HostPool:
         for index, place in enumerate(placed):
             link = self.connect(place.host)
             link.ranks, link.last_seen, link.ready = list(place.ranks), time.monotonic(), link.started
+            link.unfinished = {*place.ranks}
             link.started, link.done, link.echoed, link.leased = True, False, link.last_seen, False
             self._at_work.add(link)
             more: Message = {"key": key} if job.is_restartable else {}
@@ -282,6 +283,8 @@ class HostPool:
                 link.echoed = max(link.echoed, sent)
                 if time.monotonic() - link.echoed < self.limits.common_s:
                     link.leased = False
+            case {"type": "exit", "rank": rank, "code": code} if code in OK_CODES:
+                link.unfinished.discard(rank)
             case {"type": "done"}:
                 self._end_work(link)
             case {"type": "first"}:
@@ -341,7 +344,8 @@ class HostPool:
     def _ended(self, link: HostConnection) -> HostLost:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
         self._end_work(link)
-        self.kill()  # the others, before anybody waits for an ssh that lingers
+        if link.unfinished:
+            self.kill()  # the others, before anybody waits for an ssh that lingers
         code = link.wait(self.limits.agent_end_s if link.gone is None else self.limits.linger_s)
         if code is None:
             code = link.process.wait()
