@@ -242,4 +242,59 @@ def test_a_spawned_tree_ends_with_its_parent_and_with_its_keeper(
         os.kill(daemon, signal.SIGKILL)
 
 
+# The program has ended and left a daemon, and nobody has read the report about its end.
+UNREAD = """
+import select
+if sys.argv[1] == "spawned":
+    from roxxel_dist.launcher.host.process_tree import SpawnedTree
+    reads, writes = os.pipe()
+    made, out = SpawnedTree(["bash", "-c", sys.argv[2]], dict(os.environ), writes, None, 1000.0, 8.0), open(reads)
+else:
+    made, out = tree(sys.argv[2])
+daemon = int(out.readline())
+select.select([made.fd], [], [])
+say(made.keeper, daemon)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("kind", ["spawned", "forked"])
+def test_a_keeper_whose_report_nobody_has_read_kills_what_is_left(
+    kind: str, start: Start, alive: Alive, until: Until
+) -> None:
+    process, (keeper, daemon) = start(UNREAD, kind, DAEMON + "exit 0")
+    assert alive(daemon)
+    process.kill()
+    until(lambda: not alive(keeper), "its keeper to end")
+    assert not alive(daemon)
+
+
+# What the agent has started waits for a disk, so its guard waits for it, and is asked to end when the agent is reaped.
+GUARDED = """
+import signal
+reads, writes = os.pipe()
+if not (guard := os.fork()):
+    go_on_under_guard([sys.argv[1]], 1.0, channel=writes)
+    stuck = subprocess.Popen(["cat", sys.argv[2] + "/dead/x"])
+    os.write(writes, b"%d %d" % (os.getpid(), stuck.pid))
+    time.sleep(1000)
+agent, stuck = os.read(reads, 100).split()
+while "(cat) S" not in open(f"/proc/{int(stuck)}/stat").read():
+    time.sleep(0.01)
+time.sleep(0.1)  # until the disk has heard of it
+os.kill(int(agent), signal.SIGKILL)
+while agent in open(f"/proc/{guard}/task/{guard}/children", "rb").read().split():
+    time.sleep(0.005)
+time.sleep(0.2)  # until it pauses between its looks at what is left
+os.mkdir(sys.argv[1])  # by something that still ends
+os.kill(guard, signal.SIGTERM)
+say(os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1]), os.path.exists(sys.argv[1]))
+"""
+
+
+def test_a_guard_that_is_asked_to_end_behind_its_agent_does_its_work(tmp_path: Path) -> None:
+    words = stuck_disk(tmp_path, sys.executable, "-c", START + GUARDED, tmp_path / "made", tmp_path / "disk")
+    assert subprocess.run(words, **TEXT).stdout == "137 False\n"
+
+
 TEXT: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}

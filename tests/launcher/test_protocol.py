@@ -1,17 +1,20 @@
 """Messages over a pipe, in any pieces, without waiting for the reader."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 
-from roxxel_dist.launcher.host.protocol import Decoder, Outbox, encode
+from roxxel_dist.launcher.host.process_tree import GONE
+from roxxel_dist.launcher.host.protocol import Decoder, Outbox, encode, mark
+from roxxel_dist.process.exit_codes import UserError
 
 MESSAGES = [{"type": "lines", "text": 'a\nb "é" \0'}, {"type": "x", "word": "\udcff"}, {"type": "done"}]
 
 
 def test_messages_arrive_whole_in_any_pieces() -> None:
     data = b"".join(map(encode, MESSAGES))
-    assert Decoder().feed(data) == MESSAGES
+    assert list(Decoder().feed(data)) == MESSAGES
     decoder = Decoder()
     assert [message for byte in data for message in decoder.feed(bytes([byte]))] == MESSAGES
 
@@ -19,7 +22,7 @@ def test_messages_arrive_whole_in_any_pieces() -> None:
 @pytest.mark.parametrize("line", [b"hello\n", b"[1]\n", b"\xff\n"])
 def test_what_is_no_message_is_named(line: bytes) -> None:
     with pytest.raises(ValueError, match="no message"):
-        Decoder().feed(line)
+        list(Decoder().feed(line))
 
 
 def test_an_outbox_never_waits_and_loses_nothing() -> None:
@@ -77,4 +80,28 @@ def test_what_others_print_before_between_and_beside_messages_is_no_message(nois
 )
 def test_a_damaged_channel_is_named(line: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Decoder("5e7").feed(line)
+        list(Decoder("5e7").feed(line))
+
+
+CUT = encode({"type": "lines", "rank": 0, "text": "x" * 50}, "5e7")[:40]
+LAST = GONE % (mark("5e7").encode(), 137)
+BEHIND = {
+    # what comes behind a message without its end: what is taken of it, and what is said
+    "the last word of a guard": (LAST, [{"type": "gone", "code": 137}], ""),
+    "the same, and words of a client": (b"Terminated" + LAST, [{"type": "gone", "code": 137}], ""),
+    "a message: another process printed in the middle": (b"\n" + encode({"type": "done"}, "5e7"), [], "is no message"),
+    "another such piece": (b"\n" + CUT + LAST, [], "is no message"),
+}
+
+
+@pytest.mark.parametrize("size", [7, 1 << 20])
+@pytest.mark.parametrize("case", BEHIND)
+def test_a_program_that_is_killed_within_a_message_loses_no_other_one(case: str, size: int) -> None:
+    behind, taken, said = BEHIND[case]
+    whole = [{"type": "exit", "rank": 0, "code": 7}, {"type": "lines", "rank": 0, "text": "y"}]
+    data = b"".join(encode(message, "5e7") for message in whole) + CUT + behind
+    decoder, got = Decoder("5e7"), []
+    with pytest.raises(UserError, match=said) if said else nullcontext():
+        for start in range(0, len(data), size):
+            got.extend(decoder.feed(data[start : start + size]))
+    assert got == whole + taken

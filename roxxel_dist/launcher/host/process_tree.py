@@ -385,7 +385,10 @@ def _keep(control: socket.socket, child: int, linger_s: float, kill_s: float) ->
         if wakes in ready:
             os.read(wakes, 1024)
         if control in ready:
-            order = control.recv(16)
+            try:
+                order = control.recv(16)
+            except ConnectionResetError:  # the other end is gone, and has not read the report
+                order = b""
             if order not in (STOP, STOP_GROUP):
                 break
             tree.ask_to_stop(SESSION if order == STOP else GROUP)
@@ -437,8 +440,14 @@ def beat(heartbeat: int) -> None:
 
 def _guard(child: int, limit_s: float, kill_s: float, nonce: str, folders: Sequence[str]) -> NoReturn:
     tree = Subreaper(child)
+
+    def hand_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):  # it has just been reaped
+            if tree.code is None:
+                os.kill(child, number)
+
     for number in HANDED_ON:  # SLURM may signal the process group of the step alone, in which the agent is not
-        signal.signal(number, lambda number, _: os.kill(child, number))
+        signal.signal(number, hand_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
     wait_s = None if limit_s == math.inf else limit_s
     while select.select([0], [], [], wait_s)[0] and os.read(0, 1 << 16):

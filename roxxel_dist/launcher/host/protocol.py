@@ -17,6 +17,7 @@ From its guard: gone (code, when the agent has ended, and all that it had starte
 
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from roxxel_dist.process.exit_codes import UserError
@@ -57,18 +58,19 @@ class Decoder:
         self._any_begin = f'{{"n":"{nonce}'.encode()
         self._order = f'"{NONCE}":"{nonce}"'.encode()
         self._is_first = True
+        self._cut = b""  # a message without its end: its program was killed, if what comes next is its guard's word
         self.noise: str = ""
         """The last line that was left out."""
 
-    def feed(self, data: bytes) -> list[Message]:
-        """The messages that `data` completes. Raises ValueError for a line that is no JSON object, or is damaged."""
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that `data` completes. Raises ValueError for a line that is no JSON object, or is damaged, but
+        for one in which the program was killed."""
         head, newline, rest = data.rpartition(b"\n")
         if not newline:
             self._rest.append(rest)
-            return []
+            return
         block = b"".join([*self._rest, head])
         self._rest = [rest]
-        messages = []
         for line in block.split(b"\n"):
             if not line:
                 continue
@@ -77,14 +79,16 @@ class Decoder:
                 self._leave_out(line)
                 continue
             message = _parse(line[start:] if self._begin else line)
-            if message is None:
-                raise UserError(f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist")
+            if message is None and self._begin and not (self._is_first or self._cut):
+                self._cut = line
+                continue
+            if message is None or (self._cut and message.get("type") != "gone"):
+                raise UserError(f"{(self._cut or line)[:80].decode(errors='replace')!r} is no message of roxxel-dist")
             if self._begin:
                 del message["n"]
                 self._refuse_terminal(line)
             self._is_first = False
-            messages.append(message)
-        return messages
+            yield message
 
     def _leave_out(self, line: bytes) -> None:
         """Take note of a line that is no message. Raises ValueError for an order that comes back."""
@@ -106,7 +110,7 @@ class Decoder:
     def read(self, fd: int) -> list[Message]:
         """Wait for messages from a descriptor; none at its end."""
         while data := os.read(fd, 1 << 16):
-            if messages := self.feed(data):
+            if messages := list(self.feed(data)):
                 return messages
         return []
 
