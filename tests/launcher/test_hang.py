@@ -172,6 +172,15 @@ def test_a_launcher_that_stood_still_blames_nobody() -> None:
     assert hang.rank == 1
 
 
+def test_what_is_heard_after_a_pause_of_the_launcher_is_of_no_later_time() -> None:
+    one = watch(at(6), at(5))
+    assert looked(one, 3) is None
+    for rank in (0, 1):
+        one.observe(rank, at(7), 3600.0)
+    assert [one.check(now) is None for now in (3600, 3602, 3606, 3609)] == [True] * 4
+    assert one.check(3611) is not None
+
+
 def test_a_stopped_rank_is_named_first_then_one_that_is_behind_and_does_not_answer() -> None:
     one = watch(at(6), at(6), at(7))
     hang = looked(one, 11)

@@ -87,6 +87,38 @@ def test_a_host_whose_ranks_have_ended_well_ends_no_other_rank(how: str, code: i
         assert (job.attempt._result.lost is None) == is_well
 
 
+def stand_still(job: PretendedJob, seconds: float) -> None:
+    """As after a stop of so many seconds: each time that the pool has noted is so much older."""
+    job.pool._looked -= seconds
+    for link in job.pool.all:
+        link.last_seen -= seconds
+    if job.pool._kill_by is not None:
+        job.pool._kill_by -= seconds
+
+
+def test_after_a_pause_of_the_launcher_no_clock_runs_into_the_future(tmp_path: Path) -> None:
+    with PretendedJob(2, 1, tmp_path, still_s=5.0, kill_s=10.0) as job:
+        heard, silent = job.pool.all
+        begun = time.monotonic()
+        stand_still(job, 20.0)
+        job.report(0, 1)
+        job.turn()
+        assert begun <= heard.last_seen <= time.monotonic()
+        assert silent.last_seen <= time.monotonic()
+        assert silent.leased
+        stand_still(job, 20.0)
+        job.say(1, {"type": "exit", "rank": 1, "pid": 1, "code": 7, "killed_by_us": False, "step": 3})
+        job.turn()  # it has the ranks killed
+        ordered = job.pool._kill_by
+        assert ordered is not None
+        assert ordered <= time.monotonic() + 10.0
+        stand_still(job, 20.0)
+        job.report(0, 2)
+        job.turn()
+        assert job.pool._kill_by is not None
+        assert ordered <= job.pool._kill_by, "the ranks have as long as they had"
+
+
 def started(hosts: Cluster, folder: Path, *words: object, way: str = "ssh", **env: str) -> subprocess.Popen[bytes]:
     """A launch on all hosts of a cluster that goes on with one of them; what it says goes into screen.txt."""
     options = ["--min-hosts", 1, "--host-timeout", 1, *words]

@@ -176,7 +176,7 @@ class HangDetector:
         still = self._looked is not None and now - self._looked > self.still_s
         if self._looked is not None and still and not self._stood_still:  # twice in a row: it is slow, and has listened
             for seen in self._seen.values():
-                seen.since += now - self._looked
+                seen.since = min(now, seen.since + now - self._looked)
         self._looked, self._stood_still = now, still
         if self._is_mute and self.step_timeout is not None:
             for seen in self._seen.values():

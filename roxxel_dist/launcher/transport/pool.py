@@ -252,6 +252,7 @@ class HostPool:
         for link, event in self.ready(wait_s):
             if link is None or event is None:
                 continue
+            self._take_pause(time.monotonic())
             if isinstance(event, Exception) and link.done:  # after its work: the next attempt reaches it again
                 self.forget(link)
             elif isinstance(event, EOFError):
@@ -403,17 +404,24 @@ class HostPool:
         link.done = True
         self._at_work.discard(link)
 
+    def _take_pause(self, now: float) -> None:
+        """Begin the clocks again where the launcher itself stood still; before it acts on what came meanwhile."""
+        pause = now - self._looked
+        if pause <= self.limits.still_s:
+            return
+        self._looked = now
+        for link in self.all:
+            link.last_seen = min(now, link.last_seen + pause)
+            link.leased = link.leased or not link.lost
+        if self._kill_by is not None:
+            self._kill_by += pause
+
     def _check_timeouts(self, now: float) -> Iterator[tuple[HostConnection, HostLost]]:
         """Declare hosts lost whose agent was silent beyond its limit, or whose killed ranks are not gone in time."""
-        stood_still = now - self._looked > self.limits.still_s  # the launcher itself, and has not listened
-        if stood_still:
-            for link in self.all:
-                link.last_seen += now - self._looked
-            if self._kill_by is not None:
-                self._kill_by += now - self._looked
+        self._take_pause(now)
         self._looked = now
         living = [link for link in self.all if not link.lost]
-        if living and (stood_still or now - max(link.echoed for link in living) > self.limits.common_s):
+        if living and now - max(link.echoed for link in living) > self.limits.common_s:
             for link in living:
                 link.leased = True
         for link in tuple(self._at_work):
