@@ -15,7 +15,7 @@ import psutil
 import pytest
 from commands import TERMINAL, on_terminal
 
-from roxxel_dist.launcher.host.protocol import NONCE, encode
+from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, encode
 from roxxel_dist.launcher.job.placement import coordinator_port
 from roxxel_dist.process import progress
 
@@ -273,3 +273,26 @@ def test_an_agent_that_hears_nothing_more_ends_its_ranks(tmp_path: Path, alive: 
         assert b"it heard nothing from the launcher for 1 s\n" in agent.stderr.read()
         assert not alive(started["pid"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_notice_to_the_host_between_two_attempts_is_told_within_the_next_one(tmp_path: Path) -> None:
+    """The controller would not follow it before, and a system gives it once."""
+    words = [sys.executable, "-m", "roxxel_dist.launcher.agent.agent"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    start = {"type": "start", "ranks": [{"rank": 0, "env": {}}], "total": 1, LIMITS: {"report_s": 0.05}}
+    with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes) as agent:
+
+        def told_until(kind: str, command: str, **more: object) -> list[str]:
+            agent.stdin.write(encode({**start, "command": [command, "1000"], **more}))
+            agent.stdin.flush()
+            told = [""]
+            while told[-1] != kind:
+                told.append(json.loads(agent.stdout.readline())["type"])
+            return told
+
+        assert "signal" not in told_until("done", "true", **{NONCE: "ab"})
+        agent.send_signal(signal.SIGTERM)  # to its guard
+        assert [json.loads(agent.stdout.readline())["type"] for _ in range(10)] == ["progress"] * 10
+        assert "done" not in told_until("signal", "sleep")
+        agent.stdin.close()
+        agent.stdout.read()

@@ -267,7 +267,7 @@ class Agent:
         except BrokenPipeError:  # if this process were killed too, the ranks would live on
             self.why = "its guard was killed (is memory short on this host?)"
             self._ended = True
-        while self._asked:
+        while self._asked and self._ranks.are_there:  # between two attempts nobody would follow it
             self._outbox.send({"type": "signal", "number": self._asked.popleft()})
         if self._lease is not None:
             self._lease.check(clock() - self._last_received, clock())

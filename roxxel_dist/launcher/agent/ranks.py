@@ -152,6 +152,11 @@ class HostRanks:
         self._tell_warm()
 
     @property
+    def are_there(self) -> bool:
+        """Whether an attempt has begun here, and this host has not ended its part of it."""
+        return self._progress >= 0 and not self._done
+
+    @property
     def has_rests(self) -> bool:
         """Whether output of ranks that are gone is still to be read."""
         return not self._paused and any(rank.tree.is_empty and rank.output >= 0 for rank in self._ranks)
@@ -434,7 +439,7 @@ class HostRanks:
         rank.pipe = -1
 
     def _tell_done(self) -> None:
-        if self._progress < 0 or self._done:
+        if not self.are_there:
             return
         ended = all(rank.code is not None and rank.output < 0 and rank.tree.is_empty for rank in self._ranks)
         if ended and all(rank.tree.is_empty for rank in self._dropped):

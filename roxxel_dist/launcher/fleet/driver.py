@@ -251,8 +251,8 @@ class Driver:
                     case {"type": "warm", "why": str(why)}:
                         pending.discard(link.host)
                         failed.update({link.host: why} if why else {})
-                    case str():
-                        self._notes.put(f"{link.host}: {event}")
+                    case str() | {"type": "note"}:
+                        self._notes.put(f"{link.host}: {event if isinstance(event, str) else event['text']}")
                     case _:
                         pass
             lost = {host: why for host, why in self._lost().items() if host in pending}
