@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from hosts import CONTROLLER, ROOT, Cluster
 from pretended import PretendedJob
 
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.launcher.job.placement import placements
 from roxxel_dist.launcher.job.spec import Limits
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, exit_code
 from roxxel_dist.launcher.policy.restart import Cause, classify
@@ -73,7 +75,7 @@ LOSSES: dict[str, Callable[[PretendedJob, int], object]] = {
 @pytest.mark.parametrize("how", LOSSES)
 def test_a_host_whose_ranks_have_ended_well_ends_no_other_rank(how: str, code: int | None, tmp_path: Path) -> None:
     """Though its agent has not said `done`: something that a rank left cannot be killed."""
-    with PretendedJob(2, 1, tmp_path, silent_s=50.0) as job:
+    with PretendedJob(2, 1, tmp_path, silent_s=50.0, linger_s=0.0) as job:
         if code is not None:
             job.say(1, {"type": "exit", "rank": 1, "pid": 1, "code": code, "killed_by_us": False, "step": 3})
             job.turn()
@@ -117,6 +119,54 @@ def test_after_a_pause_of_the_launcher_no_clock_runs_into_the_future(tmp_path: P
         job.turn()
         assert job.pool._kill_by is not None
         assert ordered <= job.pool._kill_by, "the ranks have as long as they had"
+
+
+@pytest.mark.parametrize("has_guard", [True, False])
+@pytest.mark.parametrize("of", ["an attempt", "the pool"])
+def test_clients_that_stay_are_waited_for_together(of: str, has_guard: bool, tmp_path: Path) -> None:
+    limit_s = 0.05
+    with PretendedJob(5, 1, tmp_path, linger_s=limit_s, agent_end_s=limit_s) as job:
+        clients = job.backend.processes.values()
+        for host, client in enumerate(clients):
+            client.lingers = True
+            job.say(host, *[{"type": "gone", "code": 137}] * has_guard)
+            end_output(job, host)
+        if of == "an attempt":
+            job.turn()
+            assert job.pool.at_work, "it goes on meanwhile"
+            while job.pool.at_work:
+                job.turn(limit_s)
+        job.pool.disconnect(list(job.pool.all))
+        assert all(client.is_killed for client in clients)
+        assert sum(sum(client.waited) for client in clients) <= limit_s
+
+
+def test_without_room_for_a_process_or_a_thread_no_attempt_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PretendedJob(2, 1, tmp_path, linger_s=0.0) as job:
+        placed = placements(job.job, job.backend.hosts, "127.0.0.1:1", {})
+        (first, second), heartbeat = job.pool.all, job.pool._heartbeat
+        for link in (first, second):
+            job.pool.forget(link)
+        job.pool.disconnect([second])
+        errors = {"Resource temporarily unavailable": job.backend, "can't start new thread": threading.Thread}
+        for said, place in errors.items():
+            job.orders()
+
+            def fail(*_: object, said: str = said) -> None:
+                raise BlockingIOError(said) if place is job.backend else RuntimeError(said)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(place, "start", fail)
+                patch.setattr(job.pool, "_heartbeat", heartbeat if place is job.backend else None)
+                lost = job.pool.start(job.job, placed, "key", "off")
+            assert lost is not None
+            assert said in lost.text
+            assert not job.pool.at_work
+            assert classify(AttemptResult(lost=lost)) is Cause.INFRASTRUCTURE
+            assert not job.orders(), "no host has begun"
+        assert job.pool.start(job.job, placed, "key", "off") is None
 
 
 def started(hosts: Cluster, folder: Path, *words: object, way: str = "ssh", **env: str) -> subprocess.Popen[bytes]:

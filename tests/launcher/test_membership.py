@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -268,6 +269,24 @@ class Remote(LocalBackend):
 
 def passes(job: object, backend: object, hosts: Any, **more: Any) -> PreflightReport:
     return PreflightReport(address="10.0.0.1", port=1, cores=1)
+
+
+def test_without_room_for_a_thread_a_job_goes_on_and_says_what_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name in ("fleet", "inbox"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(driver, "check_job_hosts", passes)
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with looking(tmp_path) as one, inbox.Inbox(one.fleet.given, listing("a")) as box:
+        one.tick()
+    assert "lists and requests are not read: can't start new thread" in box.faults.get_nowait()
+    assert "no other host is looked at in this attempt: can't start new thread" in capfd.readouterr().err
 
 
 def test_a_mistake_with_hosts_that_wait_is_said_and_others_are_looked_at(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,15 @@ def test_a_command_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
             wrong[case] = said
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert wrong == {}
+
+
+def test_without_room_for_a_thread_an_event_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    (said,) = said_of("touch made", Limits(), tmp_path, monkeypatch)
+    assert "an event is left out (can't start new thread)" in said
 
 
 def test_a_job_says_what_its_command_said(tmp_path: Path) -> None:

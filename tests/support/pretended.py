@@ -83,7 +83,12 @@ def report_for_ever(hosts: Sequence[tuple[int, int, str]], ranks: int) -> None:
 
 
 class _Process:
+    lingers: bool = False
+    """Whether it stays until it is killed."""
+
     def __init__(self) -> None:
+        self.waited: list[float] = []
+        self.is_killed = False
         orders, output, errors = os.pipe(), os.pipe(), os.pipe()
         self.orders, self.output, self._errors = orders[0], output[1], errors[1]
         os.set_blocking(self.orders, False)
@@ -94,10 +99,15 @@ class _Process:
         return None
 
     def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None
+        if self.lingers and not self.is_killed:
+            self.waited.append(timeout)
+            time.sleep(timeout)
+            raise subprocess.TimeoutExpired("client", timeout)
         return 0
 
     def kill(self) -> None:
-        pass
+        self.is_killed = True
 
     def close(self) -> None:
         for fd in (self.orders, self.output, self._errors):

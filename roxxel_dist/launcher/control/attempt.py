@@ -147,7 +147,7 @@ class Attempt:
         self._code: dict[str, Imported] = {}
         self._begun = time.monotonic()
         self._detector = HangDetector(self.job.step_timeout, self.times, still_s=self.job.limits.still_s)
-        self.pool.start(self.job, placed, self.key, self.spares, self.address)
+        self._result.lost = self.pool.start(self.job, placed, self.key, self.spares, self.address)
         for place in placed:
             for rank in place.ranks:
                 self._detector.observe(rank, Record(), time.monotonic())

@@ -190,14 +190,18 @@ class Inbox:
 
     def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._watch, name="inbox", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._fail(f"lists and requests are not read: {error} (ulimit -u, pids.max)")
         return self
 
     def __exit__(self, *error: object) -> None:
         self._end.set()
         if self._source is not None:
             self._source.end()
-        self._thread.join(END_S)  # not for a file system that does not answer
+        if self._thread.is_alive():
+            self._thread.join(END_S)  # not for a file system that does not answer
 
     def _watch(self) -> None:
         with suppress(OSError):

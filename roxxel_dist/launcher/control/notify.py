@@ -112,8 +112,12 @@ class Notifier:
         self._is_over = event == "end"
         text = json.dumps(dataclasses.asdict(message)) + "\n"
         thread = threading.Thread(target=self._run, args=(text,), name="notify", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._say(f"an event is left out ({error}): this machine allows no more processes (ulimit -u, pids.max)")
+            return
         self._threads.append(thread)
-        thread.start()
 
     def close(self, wait: Callable[[float], Sequence[int]]) -> None:
         """Wait for the commands that still run, at most `Limits.notify_end_s`, or until `wait` returns a signal.

@@ -172,14 +172,19 @@ class Driver:
             self._wake, woken = os.pipe()
             self._warmed, self._is_over = set[str](), False
             thread = threading.Thread(target=self._carry_out, name="fleet", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._is_over = True
+                self._notes.put(f"no other host is looked at in this attempt: {error} (ulimit -u, pids.max)")
             try:
                 yield
             finally:
                 self._is_over = True
                 os.write(woken, b"\0")
                 self._work.put(None)
-                thread.join()
+                if thread.is_alive():
+                    thread.join()
                 os.close(self._wake)
                 os.close(woken)
                 self._work = queue.SimpleQueue()

@@ -237,18 +237,22 @@ class HostConnection:
         with self._lock, suppress(BrokenPipeError):
             self._streams[0].close()
 
+    def end(self, limit_s: float) -> int:
+        """Wait for the exit code; at the limit the client is killed. One that a disk or a driver holds is left."""
+        code = self.wait(limit_s)
+        code = self.wait(self.limits.kill_s) if code is None else code
+        return -signal.SIGKILL if code is None else code
+
     def close(self, limit_s: float) -> None:
-        """Wait for the end of a program that was hung up on. Its client is killed at the limit, or where it lingers."""
-        end = time.monotonic() + limit_s
-        if self.started:  # so it has a guard, which says when nothing is left
-            self._read_to_end(end)
+        """Wait for the end of a program that was hung up on. Its client is killed at the limit."""
         self._streams[1].close()
-        left_s = max(0.0, end - time.monotonic())
-        if self.wait(left_s if self.gone is None else min(left_s, self.limits.linger_s)) is None:
-            self.process.wait()
+        self.end(limit_s)
         self._streams[2].close()
 
-    def _read_to_end(self, end: float) -> None:
+    def read_to_end(self, end: float) -> None:
+        """Wait until the guard of a program that was hung up on says that nothing is left, where it has one."""
+        if not self.started:
+            return
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         with suppress(ValueError):  # what comes is no message

@@ -23,10 +23,12 @@ from roxxel_dist.launcher.transport.connection import (
     question_in,
     shortened,
 )
-from roxxel_dist.process.exit_codes import EXIT_PREFLIGHT, OK_CODES, UserError
+from roxxel_dist.process.exit_codes import EXIT_NOT_STARTED, EXIT_PREFLIGHT, OK_CODES, UserError
 
 PROBE_END_S = 2.0
 """How long a program without ranks may take to end."""
+LOOK_S = 0.05
+"""Between two looks at clients that are about to end."""
 EXIT_HOST_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
 
@@ -68,6 +70,8 @@ class HostPool:
         self._ending = threading.Event()
         self._at_work: set[HostConnection] = set()
         """Those from which something is expected in this attempt."""
+        self._leaving: dict[HostConnection, float] = {}
+        """Those at work whose program has ended, and until when their client may stay."""
         self._backlog: set[HostConnection] = set()
         """Those with orders that wait for room; a heartbeat may add one, from its thread."""
         self._kill_at: float | None = None
@@ -84,11 +88,18 @@ class HostPool:
         if self._heartbeat is not None:
             self._heartbeat.join()
         self._select.close()
-        for link in self.all:
+        self._close(self.all, PROBE_END_S if self._heartbeat is None else self.limits.agent_end_s)
+
+    def _close(self, links: Collection[HostConnection], limit_s: float) -> None:
+        """Hang up on programs, and wait for the ends of all of them together."""
+        for link in links:
             link.hang_up()
-        end = time.monotonic() + (PROBE_END_S if self._heartbeat is None else self.limits.agent_end_s)
-        for link in self.all:
-            link.close(max(0.0, end - time.monotonic()))
+        end = time.monotonic() + limit_s
+        for link in links:
+            link.read_to_end(end)
+        linger = min(end, time.monotonic() + self.limits.linger_s)
+        for link in links:
+            link.close(max(0.0, (end if link.gone is None else linger) - time.monotonic()))
 
     def is_connected(self, host: str) -> bool:
         """Whether there is a program on a host."""
@@ -143,19 +154,25 @@ class HostPool:
         for link in links:
             self.forget(link)
             del self._by_host[link.host]
-            link.hang_up()
-        end = time.monotonic() + self.limits.agent_end_s
-        for link in links:
-            link.close(max(0.0, end - time.monotonic()))
+        self._close(links, self.limits.agent_end_s)
 
     def start(
         self, job: JobSpec, placed: Sequence[Placement], key: str, spares: str, address: str = "127.0.0.1"
-    ) -> None:
+    ) -> HostLost | None:
         """Have an agent on each host start its ranks; those of other hosts end.
+
+        Returns the host whose agent cannot be reached from here, if there is one: then nothing is started.
 
         `key` is that of the job's folders in memory, `spares` the job's --warm-spares, or off. `address` is the first
         host's, as all others reach it.
         """
+        host = placed[0].host
+        try:
+            self._begin_heartbeat()
+            for host in (place.host for place in placed):
+                self.connect(host)
+        except (OSError, RuntimeError) as error:  # no process, or no thread, can be had; one may be in a moment
+            return HostLost(host=host, code=EXIT_NOT_STARTED, text=f"host {host}: no agent could be started: {error}")
         self._lease_s = max(job.host_lease, self.limits.silent_s) if self.backend.is_remote else None
         lease = {"limit": self._lease_s, "hosts": len(placed), "token": secrets.token_hex(16), "address": address}
         self._looked = time.monotonic()  # no heartbeat was expected since the last question
@@ -171,9 +188,9 @@ class HostPool:
                 more["lease"] = {**lease, "index": index}
             what = {**_ranks_of(job, place), "total": job.total, "spares": spares}
             link.send({"type": "start", **what, **more})
-        self._begin_heartbeat()
         hosts = {place.host for place in placed}
         self.disconnect([link for link in self.all if link.host not in hosts])
+        return None
 
     def warm(self, job: JobSpec, placed: Sequence[Placement], key: str) -> None:
         """Have an agent on each of these hosts start spares for ranks that it may be told to start later."""
@@ -199,13 +216,14 @@ class HostPool:
     def release(self, link: HostConnection) -> None:
         """Have no more to do with a program."""
         del self._by_host[link.host]
-        self._at_work.discard(link)
+        self._end_work(link)
         self._unregister(link)
 
     def _begin_heartbeat(self) -> None:
         if self._heartbeat is None:
-            self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-            self._heartbeat.start()
+            heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+            heartbeat.start()  # raises RuntimeError where there is no room for one
+            self._heartbeat = heartbeat
 
     def _beat(self) -> None:
         """Tell agents, in a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
@@ -231,7 +249,7 @@ class HostPool:
         if within is not None:
             end = time.monotonic() + within + self.limits.kill_s
             self._kill_by = end if self._kill_by is None else min(self._kill_by, end)
-        for link in self._at_work:
+        for link in self._at_work - self._leaving.keys():
             link.send(message)
 
     def kill(self, after: float = 0) -> None:
@@ -249,14 +267,14 @@ class HostPool:
 
         A message of an agent, its loss, or a line for the user.
         """
-        for link, event in self.ready(wait_s):
+        for link, event in self.ready(min(wait_s, LOOK_S) if self._leaving else wait_s):
             if link is None or event is None:
                 continue
             self._take_pause(time.monotonic())
             if isinstance(event, Exception) and link.done:  # after its work: the next attempt reaches it again
                 self.forget(link)
             elif isinstance(event, EOFError):
-                yield link, self._ended(link)
+                self._await_client(link)
             elif isinstance(event, Exception):
                 link.process.kill()
                 yield link, self._lose(link, f"host {link.host}: {event}; it was left, and its ranks are killed")
@@ -265,6 +283,9 @@ class HostPool:
                     self._take_note(link, event)
                 yield link, event
         now = time.monotonic()
+        for link, end in tuple(self._leaving.items()):
+            if now >= end or link.process.poll() is not None:
+                yield link, self._ended(link)
         if now - self._looked >= self.limits.heartbeat_s / 4:  # a clock: each look is one at all hosts
             yield from self._check_timeouts(now)
 
@@ -342,14 +363,18 @@ class HostPool:
         if asked and not link.lost:
             yield UserError(f"it waits for an answer that nobody gives here ({asked}): have it ask nothing")
 
+    def _await_client(self, link: HostConnection) -> None:
+        """The agent ended by itself; its client, such as ssh, may stay for a moment, and has its exit code."""
+        if link not in self._leaving:
+            self._leaving[link] = time.monotonic() + (
+                self.limits.agent_end_s if link.gone is None else self.limits.linger_s
+            )
+            if link.unfinished:
+                self.kill()  # the others: they need not wait for it
+
     def _ended(self, link: HostConnection) -> HostLost:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
-        self._end_work(link)
-        if link.unfinished:
-            self.kill()  # the others, before anybody waits for an ssh that lingers
-        code = link.wait(self.limits.agent_end_s if link.gone is None else self.limits.linger_s)
-        if code is None:
-            code = link.process.wait()
+        code = link.end(0.0)
         reason = f": {shortened(link.last_error)}" if link.last_error else ""
         is_broken = link.gone is None and self.backend.is_broken_link(code)
         code = code if link.gone is None else link.gone
@@ -403,6 +428,7 @@ class HostPool:
     def _end_work(self, link: HostConnection) -> None:
         link.done = True
         self._at_work.discard(link)
+        self._leaving.pop(link, None)
 
     def _take_pause(self, now: float) -> None:
         """Begin the clocks again where the launcher itself stood still; before it acts on what came meanwhile."""
@@ -424,7 +450,7 @@ class HostPool:
         if living and now - max(link.echoed for link in living) > self.limits.common_s:
             for link in living:
                 link.leased = True
-        for link in tuple(self._at_work):
+        for link in self._at_work - self._leaving.keys():
             limit = self._limit_s(link)
             if now - link.last_seen > limit:
                 link.process.kill()

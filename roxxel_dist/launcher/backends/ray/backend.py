@@ -99,7 +99,11 @@ class RayProcess:
 
     def _thread(self, run: Callable[..., None], *arguments: object) -> None:
         self._threads.append(threading.Thread(target=run, args=arguments, name=f"ray-{self._number}", daemon=True))
-        self._threads[-1].start()
+        try:
+            self._threads[-1].start()
+        except RuntimeError as error:
+            self._threads.pop()
+            raise OSError(f"{error}: this machine allows no more processes (ulimit -u, pids.max)") from None
 
     def _run(self, orders: int, out: int, err: int) -> None:
         """The life of the program: started, its output carried here, its end received."""
