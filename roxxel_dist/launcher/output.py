@@ -272,21 +272,24 @@ class LineSplitter:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[str]:
         """The lines that `data` completes."""
         head, newline, rest = data.rpartition(b"\n")
         if newline:
-            lines = _text(self._rest + head)
-            self._rest = _visible(rest)
+            lines = _text(bytes(self._rest) + head)
+            self._rest = bytearray(_visible(rest))
             return lines
-        self._rest = _visible(self._rest + rest)
+        is_overwritten = b"\r" in rest or self._rest.endswith(b"\r")
+        self._rest += rest  # no copy of what was there: a rank may print dot after dot
+        if is_overwritten:
+            self._rest = bytearray(_visible(bytes(self._rest)))
         return self.close() if len(self._rest) > MAX_LINE_BYTES else []
 
     def close(self) -> list[str]:
         """The last line, if it did not end with a newline."""
-        rest, self._rest = self._rest, b""
+        rest, self._rest = bytes(self._rest), bytearray()
         return _text(rest) if rest else []
 
 

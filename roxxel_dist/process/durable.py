@@ -8,6 +8,7 @@ objects. Standard library alone.
 import contextlib
 import errno
 import json
+import math
 import os
 import secrets
 import time
@@ -160,18 +161,21 @@ class Mailbox:
                 with contextlib.suppress(OSError, ValueError):
                     content = json.loads(path.read_text(encoding="utf-8"))
                     path.unlink()
-                    requests.append((path.stem, content))
+                    if isinstance(content, dict):  # nobody who waits for an answer has written anything else
+                        requests.append((path.stem, content))
         return requests
 
     def answer(self, name: str, content: Mapping[str, Any]) -> None:
         """Answer a request. Raises OSError."""
         write_file(self.folder / f"{name}{ANSWER}", json.dumps(content) + "\n", sync=False)
 
-    def clear(self) -> None:
-        """Delete requests and answers, and what a writer that died left of them. Raises OSError."""
+    def clear(self, before: float = math.inf) -> None:
+        """Delete requests and answers, and what a writer that died left of them, where they are older than `before`
+        (seconds since 1970). Raises OSError."""
         for path in self.folder.glob("*"):
-            if REQUEST in path.name or ANSWER in path.name:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another one has taken it
+                if (REQUEST in path.name or ANSWER in path.name) and path.stat().st_mtime < before:
+                    path.unlink()
         self._remove()
 
     def _remove(self) -> None:

@@ -148,6 +148,15 @@ MESSAGE_BYTES = 4096
 """A longer message would not be written as a whole (PIPE_BUF)."""
 
 
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def is_short(message: dict[str, Any]) -> bool:
+    """Whether the pipe to the agent can take a message."""
+    return len(_line(message)) <= MESSAGE_BYTES
+
+
 class AgentPipe:
     """The pipe from this process to the agent that has started it; closed where there is none.
 
@@ -172,7 +181,7 @@ class AgentPipe:
 
     def send(self, message: dict[str, Any]) -> bool:
         """Write a message, without waiting; whether the agent will read it."""
-        line = json.dumps(message).encode() + b"\n"
+        line = _line(message)
         try:
             return self._fd >= 0 and len(line) <= MESSAGE_BYTES and os.write(self._fd, line) > 0
         except OSError:  # no room, or no agent

@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ import psutil
 import pytest
 from commands import TERMINAL, on_terminal
 
-from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, encode
+from roxxel_dist.launcher.agent.ranks import HostRanks, Watch
+from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Outbox, encode
 from roxxel_dist.launcher.job.placement import coordinator_port
+from roxxel_dist.launcher.job.spec import Limits
 from roxxel_dist.process import progress
 
 Launch = Callable[..., Any]
@@ -296,3 +300,43 @@ def test_a_notice_to_the_host_between_two_attempts_is_told_within_the_next_one(t
         assert "done" not in told_until("signal", "sleep")
         agent.stdin.close()
         agent.stdout.read()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[HostRanks]:
+    """Of an agent whose folder is `tmp_path/agent`."""
+    (tmp_path / "agent").mkdir(0o700)
+    reads, writes = os.pipe()
+    watch = Watch()
+    yield HostRanks(watch, Outbox(writes), tmp_path / "agent", None, Limits())
+    watch.poll.close()
+    os.close(reads)
+    os.close(writes)
+
+
+@pytest.mark.parametrize("by", ["a cleaner of old files", "nobody"])
+def test_a_folder_that_was_removed_between_two_attempts_is_made_again(
+    by: str, ranks: HostRanks, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        ranks.begin({"command": ["true"], "ranks": [], "total": 1})
+        assert (tmp_path / "agent" / "progress").stat().st_size == progress.RECORD.size
+        if by != "nobody":
+            shutil.rmtree(tmp_path / "agent")
+    ranks._clear()
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [
+        (("kill_in", 5.0), ("stop", 30.0)),  # a configuration error, and then Ctrl-C
+        (("stop", 30.0), ("kill_in", 5.0)),
+        (("stop", 5.0), ("stop", 30.0)),
+        (("kill_in", 5.0), ("kill_in", 30.0)),
+    ],
+)
+def test_no_later_order_postpones_a_kill(acts: tuple[tuple[str, float], ...], ranks: HostRanks) -> None:
+    for name, seconds in acts:
+        getattr(ranks, name)(seconds)
+    assert ranks.kill_at is not None
+    assert ranks.kill_at <= time.monotonic() + 5.0

@@ -2,13 +2,26 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from pretended import LINEAR, cpu_of, exponent
 
 from roxxel_dist.launcher import output as logs
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output import MAX_LINE_BYTES, LineSplitter, Logs
+
+
+def test_a_line_that_grows_costs_as_much_as_its_letters() -> None:
+    """As of a rank that prints dot after dot, a flush each."""
+
+    def feed(count: int) -> None:
+        lines = LineSplitter()
+        for _ in range(count):
+            lines.feed(b"." * 64)
+
+    assert exponent(lambda count: cpu_of(partial(feed, count)), 1 << 10, 1 << 13) <= LINEAR
 
 
 def cut(data: bytes, sizes: list[int]) -> list[str]:

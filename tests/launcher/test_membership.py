@@ -224,6 +224,24 @@ def test_a_list_that_fails_again_and_again_is_named_once(tmp_path: Path, monkeyp
     assert (box.faults.empty(), box.lists.empty()) == (True, True)
 
 
+def test_a_request_that_comes_before_the_first_look_is_no_one_of_a_launch_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job has begun, so `join` takes it for one that runs. One that is no JSON object costs the others nothing."""
+    monkeypatch.setattr(inbox, "AGAIN_S", 0.01)
+    box = inbox.mailbox(tmp_path)
+    old, new = (box.post({"joins": True, "hosts": [host]}) for host in "ab")
+    box.post(["no request"])
+    (earlier,) = box.folder.glob(f"{old}*")
+    os.utime(earlier, (1.0, 1.0))
+    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path)
+    with inbox.Inbox(job, listing("a"), since=2.0) as received:
+        request = received.requests.get(timeout=30)
+    assert (request.name, request.hosts) == (new, ("b",))
+    assert received.requests.empty()
+    assert received.faults.empty()
+
+
 def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox, "AGAIN_S", 0.01)
     (tmp_path / "list").write_text("a\n")

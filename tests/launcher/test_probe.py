@@ -1,5 +1,6 @@
 """A probe is a real agent here, which is asked through its real pipes and has no ranks."""
 
+import errno
 import ipaddress
 import json
 import os
@@ -200,6 +201,20 @@ def test_a_host_without_room_for_threads_tries_one_place_after_the_other(monkeyp
         assert answered == {"took": ["Connection refused"] * 3, "sizes": [0] * 3}
         (why,) = answer({"ask": "listen", "places": [("127.0.0.1", 0)], "nonce": "a"}, held, Limits())["ports"]
         assert why == "can't start new thread: this host allows no more processes (`ulimit -u`, pids.max)"
+
+
+def test_a_kernel_without_ipv6_has_the_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoIPv6(socket.socket):
+        def __init__(self, family: int = -1, *more: int) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *more)
+
+    monkeypatch.setattr(socket, "socket", NoIPv6)
+    monkeypatch.setattr(probe, "is_loopback", lambda address: False)  # the one route that each machine has
+    monkeypatch.setattr(probe, "resolved", lambda name: ["2001:db8::7", "127.0.0.2"])  # AAAA and A
+    answered = answer({"ask": "addresses", "towards": ["node2"]}, ExitStack(), Limits())
+    assert answered == {"addresses": ["127.0.0.1"]}
 
 
 def test_the_addresses_towards_other_machines(start: Start) -> None:

@@ -1,5 +1,7 @@
 """All ranks of an attempt run the same sources: what was imported counts, not what lies on a disk."""
 
+import fcntl
+import json
 import os
 import shutil
 import signal
@@ -14,8 +16,11 @@ import pytest
 from hosts import ROOT, Cluster
 from ranks import is_waiting_spare
 
+from roxxel_dist.launcher.host import sources
 from roxxel_dist.launcher.policy.outcome import AttemptResult, CodeDiffers, RankExit, exit_code
 from roxxel_dist.launcher.policy.restart import Cause, next_action, summary
+from roxxel_dist.process.exit_codes import PIPE_ENV
+from roxxel_dist.process.progress import MESSAGE_BYTES, AgentPipe
 
 pytestmark = pytest.mark.xdist_group("launch")
 Launch = Callable[..., Any]
@@ -49,6 +54,39 @@ def test_what_is_imported_is_noted_before_and_after_the_start_but_for_installed_
     assert done.stdout.splitlines() == [
         "", late, "", early, "early package package.late SourceFileLoader", "True",
     ]  # fmt: skip
+
+
+FOLDERS = {
+    "short": "a",
+    "long": "projekt/" * 24 + "code",
+    "of letters that JSON writes with six": "Документы/эксперименты/обучение/большие-модели",
+    "longer than a message": "/".join(["x" * 250] * 17),
+}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_each_source_is_told_however_long_its_path_is(
+    folder: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 1 << 20)
+    monkeypatch.setenv(PIPE_ENV, f"{writes}:{os.fstat(writes).st_ino}")
+    pipe, recorder = AgentPipe(), sources.SourceRecorder()
+    monkeypatch.setattr(sources, "agent_pipe", lambda: pipe)
+    monkeypatch.setattr(sources, "checksum_of", lambda path: "12345678")
+    names = {f"mine.{number}": f"/{FOLDERS[folder]}/{number}.py" for number in range(40)} | {"last": "/last.py"}
+    if not at_once:
+        recorder.send()
+    for name, path in names.items():
+        recorder.add(name, path)
+    recorder.send()
+    told = [name for line in os.read(reads, 1 << 20).splitlines() for name, *_ in json.loads(line)["code"]]
+    assert told == [name for name, path in names.items() if len(path) < MESSAGE_BYTES - 100]
+    assert not recorder._untold
+    os.close(reads)
+    pipe._close()
 
 
 # Each rank imports a module of the user; that of rank 1 is another one where `there` says so.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -246,3 +247,31 @@ print(backends_are_initialized(), threading.active_count())
 def test_the_imports_of_a_spare_touch_no_device_and_leave_no_thread() -> None:
     words = [sys.executable, "-W", "error::RuntimeWarning", "-c", LOOK, *TRAINING]
     assert subprocess.check_output(words, text=True) == "False 1\n"
+
+
+# A start fails because of its variables, or because there is no room for a descriptor, at each of its pipes in turn.
+FAILING = """
+import os, resource, subprocess
+from roxxel_dist.launcher.agent import spares
+def left():
+    states = [open(f"/proc/{pid}/stat").read() for pid in open(f"/proc/self/task/{os.getpid()}/children").read().split()]
+    return len(os.listdir("/proc/self/fd")), sum(" Z " in state for state in states)
+large = spares.RankCommand(("true",), {**os.environ, "LARGE": "x" * 200_000})
+before, failed, limits = left(), 0, resource.getrlimit(resource.RLIMIT_NOFILE)
+for start in (spares.start_rank, spares.start_spare):
+    for room in (1024, *range(before[0], before[0] + 7)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (room, limits[1]))
+        try:
+            start(0, large, [], 8.0)
+        except OSError:
+            failed += 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+print(failed, before, left())
+"""
+
+
+def test_nothing_is_left_of_a_start_that_fails() -> None:
+    done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, check=True)
+    failed, before, after = re.fullmatch(r"(\d+) (\(.*\)) (\(.*\))\n", done.stdout).groups()
+    assert failed == "16"
+    assert after == before

@@ -1,6 +1,7 @@
 """Rules of the fleet with many hosts: CPU time that grows with their number."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def start_again(count: int) -> None:
         assert len(fleet.working) == (count // 2 if away else count)
 
 
+def leave(count: int) -> None:
+    """Half of the hosts of a list are not in it any more, while the ranks run."""
+    hosts = [f"h{number}" for number in range(count)]
+    fleet, _ = fleet_of(replace(job_on(count), hosts_from="list"), hosts, now=0.0, given=(), listed=hosts)
+    fleet, _ = step(fleet, events.Begin(), 0.0)
+    fleet, _ = step(fleet, events.Answered(report=report_of(hosts)), 0.0)
+    fleet, _ = step(fleet, events.Asked(by="list", hosts=tuple(hosts[: count // 2])), 1.0)
+    for now in (2.0, 3.0, 1000.0):
+        fleet, _ = step(fleet, events.Tick(), now)
+        fleet, todo = step(fleet, events.CanDrain(), now)
+    assert any(isinstance(do, events.Drain) for do in todo)
+
+
 def decide(count: int) -> None:
     """A job that has lost a host so many times, and got on each time."""
     each = {"cause": Cause.INFRASTRUCTURE, "code": 137, "counts": True, "seconds": 600.0}
@@ -82,6 +96,6 @@ def decide(count: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("act", [join, lose_half, start_again, decide])
+@pytest.mark.parametrize("act", [join, lose_half, start_again, leave, decide])
 def test_the_rules_cost_as_much_as_there_are_hosts(act, sizes: tuple[int, int]) -> None:
     assert exponent(lambda count: cpu_of(partial(act, count)), *sizes) <= LINEAR

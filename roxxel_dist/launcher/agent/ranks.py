@@ -120,6 +120,8 @@ class HostRanks:
         """Start those of an attempt, and forget the one before, of which nothing runs any more."""
         self._clear()
         self._stale = self._warms = False
+        with suppress(FileExistsError):
+            self._progress_file.parent.mkdir(0o700)  # a cleaner of old files may have removed it
         self._progress = progress.create(self._progress_file, order["total"])
         self._programs = self._programs_of(order)
         self._note_environment()
@@ -293,9 +295,10 @@ class HostRanks:
             self._outbox.send({"type": "note", "text": text})
 
     def stop(self, grace: float) -> None:
-        """Ask every process of every rank, once, to save and leave. After `grace` seconds they are killed."""
+        """Ask every process of every rank, once, to save and leave. After `grace` seconds they are killed, or earlier
+        where that was decided already."""
         self._draining = True
-        self.kill_at = time.monotonic() + grace
+        self.kill_in(grace)
         for rank in self._alive():
             rank.tree.ask_to_stop()
 

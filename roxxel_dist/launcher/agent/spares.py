@@ -90,10 +90,30 @@ def start_rank(
     here.
     Raises OSError where it cannot be started.
     """
-    reads, writes = os.pipe()
-    pipe_read, pipe_write = os.pipe()
-    for fd in (reads, pipe_read, pipe_write):
-        os.set_blocking(fd, False)
+    ours, theirs = list[int](), [*pass_fds]
+    try:
+        tree = _start_tree(program, ours, theirs, folders, kill_s)
+    except BaseException:
+        for fd in ours:
+            os.close(fd)
+        raise
+    finally:
+        for fd in theirs:
+            os.close(fd)
+    return Rank(number=number, tree=tree, output=ours[0], pipe=ours[1])
+
+
+def _start_tree(
+    program: RankCommand, ours: list[int], theirs: list[int], folders: Sequence[str], kill_s: float
+) -> ProcessTree:
+    """Start its program, with the descriptors `theirs`; those of two pipes come to both lists."""
+    for _ in range(2):
+        reads, writes = os.pipe()
+        ours.append(reads)
+        theirs.append(writes)
+        os.set_blocking(reads, False)
+    *passed, writes, pipe_write = theirs
+    os.set_blocking(pipe_write, False)
     env = {**program.env, PIPE_ENV: f"{pipe_write}:{os.fstat(pipe_write).st_ino}"}
 
     def start() -> "subprocess.Popen[bytes]":
@@ -103,21 +123,12 @@ def start_rank(
             stdout=writes,
             stderr=writes,
             env=env,
-            pass_fds=(pipe_write, *pass_fds),
+            pass_fds=(pipe_write, *passed),
             start_new_session=True,
             preexec_fn=_begin,  # noqa: PLW1509 - system calls; its keeper has one thread
         )
 
-    try:
-        tree = ProcessTree(start, holds=(writes, pipe_write, *pass_fds), folders=folders, kill_s=kill_s)
-    except BaseException:
-        os.close(reads)
-        os.close(pipe_read)
-        raise
-    finally:
-        for fd in (writes, pipe_write, *pass_fds):
-            os.close(fd)
-    return Rank(number=number, tree=tree, output=reads, pipe=pipe_read)
+    return ProcessTree(start, holds=tuple(theirs), folders=folders, kill_s=kill_s)
 
 
 SIZE_BYTES = 256 << 20
@@ -153,7 +164,11 @@ def start_spare(
     with suppress(OSError):  # for a large environment
         fcntl.fcntl(orders, fcntl.F_SETPIPE_SZ, 1 << 20)
     env = {**program.env, SPARE_ENV: f"{orders_read}{AT_ONCE * at_once}"}
-    rank = start_rank(number, RankCommand(program.command, env), folders, kill_s, (orders_read,))
+    try:
+        rank = start_rank(number, RankCommand(program.command, env), folders, kill_s, (orders_read,))
+    except BaseException:
+        os.close(orders)
+        raise
     return Spare(rank=rank, program=program, orders=orders)
 
 

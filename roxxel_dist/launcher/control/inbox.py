@@ -1,5 +1,6 @@
 """What people ask of the hosts of a job while it runs: a list that is read again, and requests to join and leave."""
 
+import math
 import os
 import queue
 import re
@@ -171,15 +172,16 @@ class Inbox:
     Args:
         job: its list, if it has one, and its folder.
         backend: which hosts can join; it has the list as it is now, and may have another one.
+        since: requests that were made before (seconds since 1970) were meant for a launch before this one.
     """
 
-    def __init__(self, job: JobSpec, backend: Backend) -> None:
+    def __init__(self, job: JobSpec, backend: Backend, since: float = math.inf) -> None:
         self.lists: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         """Lists that hold, each another one than the one before."""
         self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Why a list cannot be read; each once, whatever its numbers: a client may say the time."""
         self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._mailbox = mailbox(job.log_dir)
+        self._mailbox, self._since = mailbox(job.log_dir), since
         self._check_joining = backend.check_joining
         self._source = backend.more_hosts if job.hosts_from is None else HostList(job.hosts_from)
         self._held = list(backend.listed)
@@ -205,7 +207,7 @@ class Inbox:
 
     def _watch(self) -> None:
         with suppress(OSError):
-            self._mailbox.clear()  # of a launch before
+            self._mailbox.clear(self._since)  # of a launch before
         while not self._end.wait(AGAIN_S):
             try:
                 self._look()

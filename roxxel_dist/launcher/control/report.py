@@ -70,11 +70,10 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
         text = ("no host is to blame, for the connections to all ended: " * is_cut_off(result)) + result.lost.text
     elif result.late:
         return [f"roxxel-dist: {late_report(result, job.exit_timeout)}", *late_stacks(result, logs)]
-    elif result.requested is None:
-        killed = ", ".join(str(end.rank) for end in result.exits if end.killed_by_us)
-        text = f"rank {killed} was killed by the launcher before it had ended"
     else:
-        text = f"stopped on request ({how(-result.requested)}) before the ranks had saved"
+        killed = ", ".join(str(end.rank) for end in result.exits if end.killed_by_us)
+        request = None if result.requested is None else how(-result.requested)
+        text = f"stopped on request ({request}) before the ranks had saved" if request else f"rank {killed} was killed"
     return [*before, f"roxxel-dist: {text}"]
 
 

@@ -310,11 +310,12 @@ def follow(fleet: Fleet) -> None:
     """While ranks run: let hosts be those that are wanted, as far as that costs no restart."""
     _receive_newcomers(fleet)
     change = fleet.change
+    leaves, working = {*change.leaves}, {*fleet.working}
     spares = fleet.are(State.SPARE)
     if spares and not fleet.are(State.WARM):  # else they come in behind these
         fleet.change_members(joins=spares)
         seek_lost(fleet)
-    if idle := [name for name in change.leaves if name not in fleet.working]:
+    if idle := [name for name in change.leaves if name not in working]:
         fleet.change_members(leaves=idle)
         fleet.say(f"{', '.join(idle)} left the job; no rank ran there")
     if change.kept:
@@ -323,8 +324,8 @@ def follow(fleet: Fleet) -> None:
             f"least {fleet.least} stay (--min-hosts)"
         )
     forgive(fleet)
-    fleet.move([name for name in fleet.members_in(State.LEAVING) if name not in change.leaves], State.WORKING)
-    fleet.move([name for name in fleet.members_in(State.WORKING) if name in change.leaves], State.LEAVING)
+    fleet.move([name for name in fleet.members_in(State.LEAVING) if name not in leaves], State.WORKING)
+    fleet.move([name for name in fleet.members_in(State.WORKING) if name in leaves], State.LEAVING)
     next_look(fleet)
 
 

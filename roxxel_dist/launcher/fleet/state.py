@@ -121,15 +121,15 @@ def change_to(wanted: Collection[str], members: Sequence[str], present: Collecti
         least: so many stay, of those that are there. Lost ones stay too where too few would be left without them: they
             may come back sooner than others join.
     """
-    asked, had = {*wanted}, {*members}
+    asked, had, there = {*wanted}, {*members}, {*present}
     newcomers = tuple(host for host in wanted if host not in had)
     unwanted = [host for host in members if host not in asked]
     if not unwanted:  # nearly always
         return Change(newcomers=newcomers)
-    leaving = [host for host in unwanted if host in present]
-    allowed = max(0, len({*present} & had) - least)
+    leaving = [host for host in unwanted if host in there]
+    allowed = max(0, len(there & had) - least)
     kept = tuple(leaving[allowed:])
-    lost = [host for host in unwanted if host not in present]
+    lost = [host for host in unwanted if host not in there]
     spared = lost[max(0, len(members) - len(leaving[:allowed]) - least) :]
     stay = {*kept, *spared}
     return Change(

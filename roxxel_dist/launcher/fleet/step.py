@@ -174,7 +174,8 @@ def _due(fleet: Fleet, lost: str = "") -> tuple[tuple[str, ...], tuple[str, ...]
     joins = fleet.are(State.WARM)
     present = {*fleet.present_members, *joins} - {lost}
     change = change_to(fleet.wanted_now, fleet.with_members(joins), present, fleet.least)
-    return joins, tuple(name for name in change.leaves if name in fleet.working)
+    working = {*fleet.working}
+    return joins, tuple(name for name in change.leaves if name in working)
 
 
 def _drain(fleet: Fleet, event: events.CanDrain) -> None:

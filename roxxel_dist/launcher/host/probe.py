@@ -429,7 +429,7 @@ def local_addresses(towards: list[str]) -> list[str]:
     found: dict[str, None] = {}
     for target in (address for name in towards for address in resolved(name) if not is_loopback(address)):
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as route, suppress(OSError):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as route:  # a kernel may have no IPv6
             route.connect((target, 9))  # sends nothing: it only asks the kernel for the route
             own = str(route.getsockname()[0])
             if not is_loopback(own) and own != target:  # the target is an address of this host

@@ -196,6 +196,8 @@ class ProcessTree:
         self.keeper: int = keeper
         said, pidfds, _, _ = socket.recv_fds(self._control, 1024, 1, socket.MSG_CMSG_CLOEXEC)
         if not pidfds:
+            control.close()
+            os.waitpid(keeper, 0)  # it ends now
             number, _, text = said.decode(errors="replace").partition(" ")
             raise ChildProcessError(int(number or 0), text or "its keeper was killed")
         self.pid: int = int(said)

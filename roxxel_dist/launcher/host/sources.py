@@ -29,12 +29,12 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from roxxel_dist.process.exit_codes import AT_ONCE, SPARE_ENV
-from roxxel_dist.process.progress import agent_pipe
+from roxxel_dist.process.progress import agent_pipe, is_short
 
 PACKAGE = os.path.join(Path(__file__).parents[2], "")
 INSTALLED = ("/site-packages/", "/dist-packages/")
-ENTRIES = 16
-"""Of one message to the agent, which has a largest size."""
+ENTRIES, SHOWN = 16, 500
+"""Of one message to the agent, which has a largest size: sources, and letters of what has changed."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,16 @@ class SourceRecorder(MetaPathFinder):
 
     def send(self) -> None:
         """Have the agent know all sources, those too that are imported from now on."""
-        self._tells = True
-        while names := self._untold[:ENTRIES]:
-            files = [[name, self.sources[name].path, self.sources[name].checksum] for name in names]
-            if not agent_pipe().send({"code": files}):
+        self._tells, count = True, ENTRIES
+        while names := self._untold[:count]:
+            message = {"code": [[name, self.sources[name].path, self.sources[name].checksum] for name in names]}
+            fits = is_short(message)  # paths may be long
+            if not fits and len(names) > 1:
+                count = len(names) // 2
+            elif not fits or agent_pipe().send(message):
+                del self._untold[: len(names)]
+            else:
                 return
-            del self._untold[: len(names)]
 
     def add(self, name: str, path: str) -> None:
         """A file whose content is the same in all ranks."""
@@ -172,7 +176,7 @@ def become_rank(modules: Sequence[str]) -> None:
     os.close(orders)
     installed = [name for name, version in versions().items() if before.get(name) != version]
     if changed := recorder().changed() or ", ".join(installed):
-        pipe.send({"spare": "stale", "changed": changed})
+        pipe.send({"spare": "stale", "changed": changed[:SHOWN]})
         os._exit(0)
     os.environ.clear()
     os.environ.update(json.loads(order)["env"])
