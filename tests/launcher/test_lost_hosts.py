@@ -150,12 +150,13 @@ def test_without_room_for_a_process_or_a_thread_no_attempt_begins(
         for link in (first, second):
             job.pool.forget(link)
         job.pool.disconnect([second])
-        errors = {"Resource temporarily unavailable": job.backend, "can't start new thread": threading.Thread}
-        for said, place in errors.items():
+        no_process, no_thread = "Resource temporarily unavailable", "can't start new thread"
+        failures = [(no_process, job.backend, BlockingIOError), (no_thread, threading.Thread, RuntimeError)]
+        for said, place, kind in failures:
             job.orders()
 
-            def fail(*_: object, said: str = said) -> None:
-                raise BlockingIOError(said) if place is job.backend else RuntimeError(said)
+            def fail(*_: object, said: str = said, kind: type = kind) -> None:
+                raise kind(said)
 
             with monkeypatch.context() as patch:
                 patch.setattr(place, "start", fail)

@@ -254,7 +254,8 @@ FAILING = """
 import os, resource, subprocess
 from roxxel_dist.launcher.agent import spares
 def left():
-    states = [open(f"/proc/{pid}/stat").read() for pid in open(f"/proc/self/task/{os.getpid()}/children").read().split()]
+    children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+    states = [open(f"/proc/{pid}/stat").read() for pid in children]
     return len(os.listdir("/proc/self/fd")), sum(" Z " in state for state in states)
 large = spares.RankCommand(("true",), {**os.environ, "LARGE": "x" * 200_000})
 before, failed, limits = left(), 0, resource.getrlimit(resource.RLIMIT_NOFILE)
