@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -216,11 +217,12 @@ def test_a_list_that_fails_again_and_again_is_named_once(tmp_path: Path, monkeyp
     count = tmp_path / "count"
     command = f"echo >> {count}; echo E1127 08:00:0$(wc -l < {count}) port $$ >&2; exit 1"
     job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path, hosts_from=command)
-    with inbox.Inbox(job, listing("a")) as box:
+    happened = SimpleQueue[Any]()
+    with inbox.Inbox(job, listing("a"), happened):
         while not count.exists() or count.stat().st_size < 4:
             time.sleep(0.01)
-    assert "failed (exit code 1): E1127 08:00:0" in box.faults.get_nowait()
-    assert (box.faults.empty(), box.lists.empty()) == (True, True)
+    assert "failed (exit code 1): E1127 08:00:0" in happened.get_nowait()[0].text
+    assert happened.empty()
 
 
 def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,14 +236,15 @@ def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, mo
         raise KeyError("machine")
 
     monkeypatch.setattr(inbox, "requests_in", fails)
-    with inbox.Inbox(job, listing("a")) as box:
-        assert "could not be read: KeyError('machine')" in box.faults.get(timeout=30)
+    happened = SimpleQueue[Any]()
+    with inbox.Inbox(job, listing("a"), happened):
+        assert "could not be read: KeyError('machine')" in happened.get(timeout=30)[0].text
         seen = len(looks)
         end = time.monotonic() + 30
         while len(looks) == seen and time.monotonic() < end:
             time.sleep(0.01)
         assert len(looks) > seen
-        assert box.faults.empty()
+        assert happened.empty()
 
 
 @contextmanager
