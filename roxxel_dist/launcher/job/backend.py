@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import IO, ClassVar, Protocol
 
 from roxxel_dist.launcher.job.spec import JobOptions, JobSpec
-from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import DeviceNeeds
 
 
 class RemoteProcess(Protocol):

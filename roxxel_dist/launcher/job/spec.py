@@ -16,7 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.exit_codes import (
     EXIT_TIMEOUT_ENV,
     MEMORY_ENV,
@@ -27,7 +26,7 @@ from roxxel_dist.process.exit_codes import (
     UserError,
 )
 from roxxel_dist.process.file_lock import claim
-from roxxel_dist.process.platforms import VARIABLES
+from roxxel_dist.process.platforms import VARIABLES, DeviceNeeds
 
 
 def flag(words: Sequence[str], name: str) -> str | None:

@@ -16,13 +16,13 @@ from signal import SIGTERM
 from typing import ClassVar
 
 from roxxel_dist.launcher.backends.slurm.grow import GrowJobs
+from roxxel_dist.launcher.control.jobs import header
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.supervisor import JobResult, supervise
 from roxxel_dist.launcher.host.command import answer_of
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.output import info
 from roxxel_dist.launcher.policy.restart import INFRASTRUCTURE, PREEMPTED, Decision
 from roxxel_dist.launcher.transport.connection import start_near
