@@ -160,7 +160,7 @@ class Config(_Copied):
 
     @property
     def device_needs(self) -> DeviceNeeds:
-        """What a run of this config asks of the number of its devices, in all processes together."""
+        """The needs of a run of this config as to the number of its devices, in all processes together."""
         return DeviceNeeds(
             n_devices=self.n_devices,
             fsdp=self.fsdp_devices if self.fsdp else 1,
