@@ -205,7 +205,7 @@ class Driver:
         self.say()
 
     def drain(self, *, joins_too: bool = True) -> events.Drain | None:
-        """The reason why the ranks are to save and leave now; None: they stay. `joins_too`: also for hosts that come."""
+        """The reason why the ranks are to save and leave now; None: they stay. `joins_too`: for hosts that come too."""
         todo = self.step(events.CanDrain(joins_too=joins_too))
         return next((do for do in todo if isinstance(do, events.Drain)), None)
 
