@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from roxxel_dist.cli.words.flags import Positional, Short
 from roxxel_dist.cli.words.parser import parse
 from roxxel_dist.launcher.control import index
+from roxxel_dist.launcher.control import jobs as tail
+from roxxel_dist.launcher.control.jobs import change_hosts
+from roxxel_dist.launcher.control.jobs import stop as stop_job
 from roxxel_dist.launcher.control.record import JobRecord
-from roxxel_dist.launcher.jobs import tail
-from roxxel_dist.launcher.jobs.stop import change_hosts
-from roxxel_dist.launcher.jobs.stop import stop as stop_job
 from roxxel_dist.launcher.output import info, printable
 from roxxel_dist.place.directory import LOGS, is_run
 from roxxel_dist.place.run_place import local_folder

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from roxxel_dist.cli.words.parser import HELP, parse
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output import info, printable
-from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import DeviceNeeds
 from roxxel_dist.settings.usage_errors import usage_errors
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
         from roxxel_dist.launcher.control.supervisor import run
 
         return run(job, backend)
-    from roxxel_dist.launcher.jobs.detach import NotStartedError, detach
+    from roxxel_dist.launcher.control.detach import NotStartedError, detach
 
     try:
         with usage_errors():

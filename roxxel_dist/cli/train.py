@@ -111,7 +111,7 @@ def save(words: list[str]) -> int:
     """Ask a running job for a checkpoint, and wait until it is on disk."""
     args = parse(SaveArgs, words, "save")
     with usage_errors():
-        from roxxel_dist.place.save import NotSaved, ask_for_checkpoint
+        from roxxel_dist.place.run_place import NotSaved, ask_for_checkpoint
 
         try:
             step = ask_for_checkpoint(args.run, args.timeout)

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.xla_flags import CPU_DEVICES
-from roxxel_dist.process.device_counts import mesh_shape
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import mesh_shape
 
 DATA, FSDP, EXPERT, TENSOR = AXES = "data", "fsdp", "expert", "tensor"
 """The axes of a mesh: copies of the model, the devices that share one copy of its parameters, those that each have some

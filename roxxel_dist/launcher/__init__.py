@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 _WHERE = {
     "JobSpec": "job.spec",
-    "log_dir_for": "job.program",
+    "log_dir_for": "job.spec",
     "new_run_id": "job.spec",
     "run": "control.supervisor",
     "LocalBackend": "backends.local",

@@ -8,7 +8,7 @@ class StoreError(OSError):
 
 
 class StoreNotFoundError(StoreError, FileNotFoundError):
-    """There is no such object, or no such bucket."""
+    """The object, or its bucket, is not there."""
 
 
 class StoreDeniedError(StoreError, PermissionError):

@@ -59,7 +59,7 @@ class RunMirror:
         self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
 
     def fetched(self, name: str, state: FileState | None) -> None:
-        """There is an object of that name, which is what the local file was in that state; or none that it had."""
+        """Note that the object of a name is what the local file was in a state; None: an older state of it, or none."""
         self._sent[name] = state, 0.0
 
     def start(self) -> None:

@@ -1,13 +1,23 @@
-"""A run by its name, a folder or an address in a bucket: the place that tells rooms above which of the two. No jax."""
+"""A run by its name, a folder or an address in a bucket: which of the two, and a request to save there. No jax."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import secrets
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS
+from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.url import ObjectUrl, is_url
-from roxxel_dist.place.bucket_folder import BucketFolder
+from roxxel_dist.place.bucket_folder import LEASE, BucketFolder
+from roxxel_dist.place.directory import CONFIG, is_held
+from roxxel_dist.process.durable import ANSWER, REQUEST, SAVE_FOLDER, save_mailbox
+from roxxel_dist.process.exit_codes import UserError
 
 if TYPE_CHECKING:
     from roxxel_dist.place.bucket_run import BucketRun
@@ -48,3 +58,84 @@ def local_run(run: RunName, local_dir: str | Path | None = None, *, read_only: b
     """The folder of a run: as named or, of one in a bucket, a local one with its files; checkpoints come when read."""
     bucket = bucket_folder(run, local_dir, read_only=read_only)
     return Path(run) if bucket is None else bucket.pull()
+
+
+if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectStore
+    from roxxel_dist.objects.url import ObjectUrl
+
+POLL_S, BUCKET_POLL_S = 0.1, 1.0
+
+
+class NotSaved(Exception):
+    """The job did not save the requested checkpoint."""
+
+
+def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
+    """Have the job that trains in `run` save within two seconds or steps, wait until that is on disk; returns the step.
+
+    Raises:
+        ValueError: `run` is not a run directory or the address of a run, or no job trains there.
+        OSError: `run` cannot be written.
+        NotSaved: the job failed to save, ended, or did not answer in time.
+    """
+    if (url := bucket_url(run)) is not None:
+        return _ask_through_bucket(url, timeout_s)
+    folder = Path(run)
+    if not folder.is_dir():
+        raise UserError(f"{run} is not a run directory: there is no such folder")
+    if not ((folder / CONFIG).exists() or (folder / CHECKPOINTS).is_dir()):
+        raise UserError(f"{run} is not a run directory: it has no {CONFIG}")
+    if not is_held(folder):
+        raise UserError(f"no job trains in {run} now: its checkpoints are in {folder / CHECKPOINTS}")
+    mailbox, end = save_mailbox(folder), time.monotonic() + timeout_s
+    name = mailbox.post({})
+    try:
+        while time.monotonic() < end:
+            held = is_held(folder)  # before the last look: the job may answer and end in between
+            if (answer := mailbox.take_answer(name)) is not None:
+                return _step_of(answer)
+            if not held:
+                raise NotSaved(f"the job in {folder} ended before it saved: what it has is in {folder / CHECKPOINTS}")
+            time.sleep(POLL_S)
+    finally:
+        mailbox.withdraw(name)
+    raise NotSaved(f"the job in {folder} did not save within {timeout_s:g} s: see its log; wait longer with --timeout")
+
+
+def _step_of(answer: Mapping[str, Any]) -> int:
+    if "error" in answer:
+        raise NotSaved(answer["error"])
+    return answer["step"]
+
+
+def _ask_through_bucket(url: ObjectUrl, timeout_s: float) -> int:
+    """The same of a run in a bucket, where rank 0 looks for requests every few seconds."""
+    from roxxel_dist.objects.store import ObjectStore
+
+    store, end = ObjectStore.open(url), time.monotonic() + timeout_s
+    try:
+        store.head(CONFIG)
+    except StoreNotFoundError:
+        raise UserError(f"{store.url} is not a run: it has no {CONFIG}") from None
+    request = f"{SAVE_FOLDER}/{secrets.token_hex(8)}{REQUEST}"
+    store.write(request, b"{}")
+    answer = request.removesuffix(REQUEST) + ANSWER
+    while True:
+        if (reason := _nobody(store)) or time.monotonic() > end:
+            store.delete([request])
+            raise NotSaved(reason or f"the job in {store.url} did not save within {timeout_s:g} s: see its log")
+        time.sleep(BUCKET_POLL_S)
+        with contextlib.suppress(StoreNotFoundError):
+            found = json.loads(store.read(answer))
+            store.delete([answer])
+            return _step_of(found)
+
+
+def _nobody(store: ObjectStore) -> str:
+    """Why no job would answer, from the lease of the run; empty if a job trains there."""
+    try:
+        released = json.loads(store.read(LEASE))["released"]
+    except (StoreNotFoundError, ValueError, KeyError):
+        released = True
+    return f"no job trains in {store.url} now: its checkpoints are there" if released else ""

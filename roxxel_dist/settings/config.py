@@ -17,9 +17,9 @@ from roxxel_dist.data.files.discovery import check_local, names_objects
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
-from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.durable import FORMAT, check_format, write_file
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import DeviceNeeds
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
 from roxxel_dist.settings.values import EXPONENT, as_choice, fits, is_text, type_name, with_numbers
 from roxxel_dist.utils.component import MOST_WHOLE, DocWithFields, component
@@ -160,7 +160,7 @@ class Config(_Copied):
 
     @property
     def device_needs(self) -> DeviceNeeds:
-        """What a run of this config asks of the number of its devices, in all processes together."""
+        """The needs of a run of this config as to the number of its devices, in all processes together."""
         return DeviceNeeds(
             n_devices=self.n_devices,
             fsdp=self.fsdp_devices if self.fsdp else 1,

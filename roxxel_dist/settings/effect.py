@@ -15,7 +15,7 @@ SAVED_SHARE = 2 / 3
 
 
 class NoEffect(NamedTuple):
-    """When some fields do nothing. Fields that a component refuses then itself, such as decay_steps, are not here."""
+    """Fields that do nothing, and when; not those that a component then refuses itself, such as decay_steps."""
 
     fields: tuple[str, ...]
     applies: Callable[[Mapping[str, Any]], bool]

@@ -127,7 +127,7 @@ class OptimizerConfig:
 
 @component
 class LoopOptions:
-    """What a trainer does at which step, besides training."""
+    """Actions of a trainer besides training, and their steps."""
 
     log_every: int = 10
     """Steps between rows of the log."""
@@ -284,7 +284,7 @@ class LoopKeywords(TypedDict, total=False):
 
 @component
 class ExperimentConfig:
-    """What `train` adds to a `Trainer`: the curriculum, the devices, W&B, and a sample at the end."""
+    """Settings that `train` adds to a `Trainer`: the curriculum, the devices, W&B, and a sample at the end."""
 
     phases: list[dict[str, Any]] | None = None
     """The curriculum: a list of {steps or epochs, batch_size, seq_len}, where batch_size counts the rows of the global

@@ -38,7 +38,7 @@ def is_text(kind: Any) -> bool:
 
 
 def type_name(kind: Any) -> str:
-    """What a field takes, for a message: "a whole number or nothing"."""
+    """The values that a field takes, for a message: "a whole number or nothing"."""
     options = options_of(kind)
     if choices := [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]:
         return "one of " + ", ".join(["True", "False"] * (bool in options) + choices)

@@ -21,7 +21,7 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int | None = 1) -> list[str]
 
 
 def duration(seconds: float) -> str:
-    """In seconds, minutes or hours, by size."""
+    """A time for people: in seconds, minutes or hours, by its size."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:

@@ -38,8 +38,8 @@ from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.model.user_code import call_function, import_function
 from roxxel_dist.place.directory import CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.place.run_place import bucket_run
-from roxxel_dist.process.device_counts import largest_divisor
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import largest_divisor
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.utils.display import size
 from roxxel_dist.weights.base import INITIALIZED_FROM, base_of, check_base

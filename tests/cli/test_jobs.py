@@ -14,8 +14,8 @@ import pytest
 from commands import gone, wait_for
 from job_desk import LIMIT_S, Desk, words_of_all_processes
 
+from roxxel_dist.launcher.control import jobs as stop_jobs
 from roxxel_dist.launcher.control import record
-from roxxel_dist.launcher.jobs import stop as stop_jobs
 
 WAIT = "echo up $ROXXEL_PROCESS_ID; touch up.$ROXXEL_PROCESS_ID; while :; do sleep 0.05; done"
 DRAIN = "trap 'echo saving; until [ -e go ]; do sleep 0.02; done; echo saved; exit 42' TERM; " + WAIT

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import inbox
 from roxxel_dist.launcher.control.inbox import HostList, Inbox
 from roxxel_dist.launcher.control.members import MemberHangs
+from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.state import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.hang import Hang
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
-from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import DeviceNeeds
 
 # The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
@@ -211,15 +213,18 @@ def test_a_list_that_is_being_written_changes_nothing(
         return read(source)
 
     monkeypatch.setattr(HostList, "read", read_on)
-    with Inbox(job, backend) as box:
-        until(lambda: not box.lists.empty(), "the list")
-        assert box.lists.get() == ["a", "b", "c"]
+    happened = SimpleQueue[Any]()
+    backend.check_joining = lambda hosts: None  # pyright: ignore[reportAttributeAccessIssue]
+    with Inbox(job, backend, happened):
+        until(lambda: not happened.empty(), "the list")
+        assert happened.get()[0] == events.Asked(by="list", hosts=("a", "b", "c"))
         path.unlink()
-        until(lambda: not box.faults.empty(), "the fault")
+        until(lambda: not happened.empty(), "the fault")
+        assert isinstance(happened.get()[0], events.Say)
         path.write_text("a\nb\nc\nd\n")
-        until(lambda: not box.lists.empty(), "the next list")
-        assert box.lists.get() == ["a", "b", "c", "d"]
-    assert box.lists.empty()
+        until(lambda: not happened.empty(), "the next list")
+        assert happened.get()[0] == events.Asked(by="list", hosts=("a", "b", "c", "d"))
+    assert happened.empty()
 
 
 def test_launchers_of_one_job_find_the_hang_that_all_wait_for_by_one_look_at_a_folder(

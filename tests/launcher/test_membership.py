@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -217,11 +218,12 @@ def test_a_list_that_fails_again_and_again_is_named_once(tmp_path: Path, monkeyp
     count = tmp_path / "count"
     command = f"echo >> {count}; echo E1127 08:00:0$(wc -l < {count}) port $$ >&2; exit 1"
     job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path, hosts_from=command)
-    with inbox.Inbox(job, listing("a")) as box:
+    happened = SimpleQueue[Any]()
+    with inbox.Inbox(job, listing("a"), happened):
         while not count.exists() or count.stat().st_size < 4:
             time.sleep(0.01)
-    assert "failed (exit code 1): E1127 08:00:0" in box.faults.get_nowait()
-    assert (box.faults.empty(), box.lists.empty()) == (True, True)
+    assert "failed (exit code 1): E1127 08:00:0" in happened.get_nowait()[0].text
+    assert happened.empty()
 
 
 def test_a_request_that_comes_before_the_first_look_is_no_one_of_a_launch_before(
@@ -235,11 +237,13 @@ def test_a_request_that_comes_before_the_first_look_is_no_one_of_a_launch_before
     (earlier,) = box.folder.glob(f"{old}*")
     os.utime(earlier, (1.0, 1.0))
     job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path)
-    with inbox.Inbox(job, listing("a"), since=2.0) as received:
-        request = received.requests.get(timeout=30)
-    assert (request.name, request.hosts) == (new, ("b",))
-    assert received.requests.empty()
-    assert received.faults.empty()
+    happened = SimpleQueue[Any]()
+    with inbox.Inbox(job, listing("a"), happened, since=2.0):
+        event, reply = happened.get(timeout=30)
+    reply(events.Answer(done=True, text="followed"))
+    assert event.hosts == ("b",)
+    assert box.take_answer(new) == {"done": True, "text": "followed"}
+    assert happened.empty()
 
 
 def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,14 +257,15 @@ def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, mo
         raise KeyError("machine")
 
     monkeypatch.setattr(inbox, "requests_in", fails)
-    with inbox.Inbox(job, listing("a")) as box:
-        assert "could not be read: KeyError('machine')" in box.faults.get(timeout=30)
+    happened = SimpleQueue[Any]()
+    with inbox.Inbox(job, listing("a"), happened):
+        assert "could not be read: KeyError('machine')" in happened.get(timeout=30)[0].text
         seen = len(looks)
         end = time.monotonic() + 30
         while len(looks) == seen and time.monotonic() < end:
             time.sleep(0.01)
         assert len(looks) > seen
-        assert box.faults.empty()
+        assert happened.empty()
 
 
 @contextmanager
@@ -301,10 +306,11 @@ def test_without_room_for_a_thread_a_job_goes_on_and_says_what_it_leaves_out(
 
     monkeypatch.setattr(driver, "check_job_hosts", passes)
     monkeypatch.setattr(threading.Thread, "start", fails)
-    with looking(tmp_path) as one, inbox.Inbox(one.fleet.given, listing("a")) as box:
+    with looking(tmp_path) as one, inbox.Inbox(one.fleet.given, listing("a"), one.happened):
         one.tick()
-    assert "lists and requests are not read: can't start new thread" in box.faults.get_nowait()
-    assert "no other host is looked at in this attempt: can't start new thread" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "lists and requests are not read: can't start new thread" in said
+    assert "no other host is looked at in this attempt: can't start new thread" in said
 
 
 def test_a_mistake_with_hosts_that_wait_is_said_and_others_are_looked_at(

@@ -11,11 +11,11 @@ import pytest
 
 from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.control import jobs as queued
 from roxxel_dist.launcher.control import record
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.jobs import tail as queued
 from roxxel_dist.process.exit_codes import UserError
 
 ME = os.getuid()
@@ -175,8 +175,8 @@ def test_attach_goes_on_while_a_job_waits_to_be_started_again(
     before = job(state="ended", code=42, detached=False, **RAN)
     Path(before.log_dir, "rank-0.log").write_text("# 2026-01-01 00:00:00 attempt 0, run run-5: x\na line\n")
     slurm(f"5|{ME}|PENDING|BeginTime")
-    monkeypatch.setattr("roxxel_dist.launcher.jobs.tail.ASK_S", 0.2)
-    monkeypatch.setattr("roxxel_dist.launcher.jobs.tail.PAUSE_MS", 50)
+    monkeypatch.setattr("roxxel_dist.launcher.control.jobs.ASK_S", 0.2)
+    monkeypatch.setattr("roxxel_dist.launcher.control.jobs.PAUSE_MS", 50)
     ask, answers = queued.answer_of, iter([f"5|{ME}|PENDING|JobHeldUser", "", f"5|{ME}|PENDING|Priority"])
 
     def run(words: list[str], limit_s: float):

@@ -20,8 +20,8 @@ from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.transport.pool import HostPool
-from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.interrupt import SignalPipe
+from roxxel_dist.process.platforms import DeviceNeeds
 
 Asked = list[tuple[str, ...]]
 ENDED = AttemptSummary(cause=Cause.INFRASTRUCTURE, code=137)

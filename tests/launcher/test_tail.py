@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher.jobs import tail
+from roxxel_dist.launcher.control import jobs as tail
 
 
 def header(run: str) -> str:

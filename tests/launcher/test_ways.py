@@ -1,4 +1,4 @@
-"""The files that a start and four failures cross, as the launcher's README lists them."""
+"""The files that a start, four failures, a restart and a join cross, as the launcher's README lists them."""
 
 import json
 import os
@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 
 import roxxel_dist
+from roxxel_dist.launcher.control.inbox import mailbox
 
 pytestmark = pytest.mark.long
 PACKAGE = Path(roxxel_dist.__file__).parent
@@ -22,29 +23,31 @@ README = PACKAGE / "launcher" / "README.md"
 
 # A module of the launcher, of which each call is written down. A fork goes on with it; what is started does not.
 WATCHED = """
-import inspect, os, runpy, sys, time
+import inspect, os, runpy, sys, threading, time
 PACKAGE, FOLDER = os.environ["WATCH_PACKAGE"] + "/", os.environ["WATCH_FOLDER"]
 OFTEN = {  # what goes on each half second anyway, with all that it calls
-    ("control/attempt.py", "_note_progress"),
+    ("control/recorder.py", "note_progress"),
     ("control/attempt.py", "_check_for_a_hang"),
     ("control/attempt.py", "_on_progress"),
     ("agent/agent.py", "_report"),
     ("agent/spares.py", "start_when_ranks_work"),
 }
-inside = 0
+if os.environ["WATCH_ALL"] != "1":  # the hosts of the job stay
+    OFTEN.add(("control/attempt.py", "_note_progress"))
+local = threading.local()
 def note(frame, event, _):
-    global inside
+    inside = getattr(local, "inside", 0)
     code = frame.f_code
     if not code.co_filename.startswith(PACKAGE) or not code.co_flags & inspect.CO_OPTIMIZED:
         return  # of another package, or the import of a module
     call = code.co_filename.removeprefix(PACKAGE).removeprefix("launcher/"), code.co_name
     if event == "call" and call in OFTEN:
-        inside += 1
+        local.inside = inside = inside + 1
     if event in ("call", "return") and not inside:
         with open(f"{FOLDER}/{os.getpid()}", "a") as file:
             print(time.monotonic(), event, *call, file=file)
     if event == "return" and call in OFTEN:
-        inside -= 1
+        local.inside = inside - 1
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     sys.setprofile(note)
@@ -52,7 +55,7 @@ if __name__ == "__main__":
 """
 
 CONTROLLER = """
-import json, sys
+import json, os, sys, threading
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.job.spec import Limits
@@ -61,14 +64,20 @@ from roxxel_dist.launcher.control.supervisor import run
 from watched import note
 class Backend(LocalBackend):  # two agents on this machine stand for two hosts
     hosts = ("a", "b")
+    takes_hosts = os.environ["WATCH_ALL"] == "1"
+    is_local = not takes_hosts
+    def check_joining(self, hosts):
+        pass
     def argv(self, host, module, *words):
         return [sys.executable, "-u", "watched.py", module, *words]
 job = json.loads(sys.argv[1])
 limits = Limits().scaled(job.pop("scale"))
 spec, backend = JobSpec(command=tuple(sys.argv[2:]), limits=limits, log_dir=Path("logs"), **job), Backend()
 sys.setprofile(note)
+threading.setprofile(note)
 code = run(spec, backend)
 sys.setprofile(None)
+threading.setprofile(None)
 sys.exit(code)
 """
 
@@ -84,9 +93,11 @@ progress = Progress.from_env(int(rank))
 for step in range(1, 6 if rank == "1" else 7):  # rank 1 is behind
     progress.enter(step)
     time.sleep(0.02)
-with open(f"at.{rank}", "w") as file:
+name = f"{os.environ['ROXXEL_ATTEMPT']}.{rank}"
+with open(f"at.{name}", "w") as file:
     print(time.monotonic(), os.getpid(), file=file)
-os.rename(f"at.{rank}", f"ready.{rank}")
+os.rename(f"at.{name}", f"ready.{name}")
+progress.finish(step)
 time.sleep(1000)
 """
 
@@ -107,10 +118,18 @@ class Job:
 
     process: subprocess.Popen[bytes]
     folder: Path
-    ranks: list[int]
+    ranks: list[int] = field(default_factory=list)
     """The processes of its ranks."""
-    started: float
+    started: float = 0.0
     """When the last of them was at its steps."""
+
+    def ready(self, attempt: int, ranks: int) -> list[tuple[float, int]]:
+        """When each rank of an attempt was at its steps, which is waited for, and its process."""
+        end = time.monotonic() + 60
+        while len(ready := sorted(self.folder.glob(f"ready.{attempt}.*"))) < ranks:
+            assert time.monotonic() < end, "the ranks did not start"
+            time.sleep(0.05)
+        return [(float(when), int(pid)) for when, pid in (file.read_text().split() for file in ready)]
 
     def calls(self) -> tuple[list[Call], list[Call]]:
         """Those of the controller, and those of agents and keepers; in order."""
@@ -138,19 +157,22 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         process = subprocess.Popen(
             [sys.executable, "-c", CONTROLLER, json.dumps(spec), "env", sys.executable, "rank.py"],
             cwd=tmp_path,
-            env={**outer, "WATCH_PACKAGE": str(PACKAGE), "WATCH_FOLDER": str(tmp_path / "calls")},
+            env={
+                **outer,
+                "WATCH_PACKAGE": str(PACKAGE),
+                "WATCH_FOLDER": str(tmp_path / "calls"),
+                "WATCH_ALL": str(int("min_hosts" in job)),
+            },
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         started.append(process)
-        end = time.monotonic() + 60
-        while len(ready := sorted(tmp_path.glob("ready.*"))) < 2:
-            assert time.monotonic() < end, "the ranks did not start"
-            time.sleep(0.05)
+        begun = Job(process, tmp_path)
+        marks = begun.ready(0, 2)
         family.extend(psutil.Process(process.pid).children(recursive=True))
-        marks = [file.read_text().split() for file in ready]
         time.sleep(1)  # and what came with the start is over
-        return Job(process, tmp_path, [int(pid) for _, pid in marks], max(float(when) for when, _ in marks))
+        begun.ranks, begun.started = [pid for _, pid in marks], max(when for when, _ in marks)
+        return begun
 
     yield begin
     for process in [*started, *family]:  # those of a lost host are stopped
@@ -164,7 +186,7 @@ def table() -> dict[str, dict[str, int]]:
     """The README's table: of each way its files, with their places in order."""
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in README.read_text().split("## Five ways\n")[1].split("\n## ")[0].splitlines()
+        for line in README.read_text().split("## Seven ways\n")[1].split("\n## ")[0].splitlines()
         if line.startswith("|")
     ]
     ways: dict[str, dict[str, int]] = {name: {} for name in head[1:-1]}
@@ -227,6 +249,33 @@ def test_the_files_of_a_start(start: Callable[..., Job]) -> None:
     here, there = job.calls()
     crossed = sorted([call for call in here + there if call.time <= job.started], key=lambda call: call.time)
     assert set(files(*crossed)) == set(table()["start"]), "\n".join(files(*crossed))
+
+
+def crossed(job: Job, begun: float, until: float) -> set[str]:
+    """The files of the launcher and of `process/` that were crossed meanwhile; ends the job."""
+    job.process.send_signal(signal.SIGQUIT)
+    job.process.wait(60)
+    here, there = job.calls()
+    return {call.file for call in here + there if begun <= call.time <= until}
+
+
+def test_a_restart_crosses_these_files(start: Callable[..., Job]) -> None:
+    """From `kill -9` to the steps of the next attempt."""
+    job = start(max_restarts=1)
+    begun = fault("kill -9", job)
+    again = max(when for when, _ in job.ready(1, 2))
+    files_crossed = crossed(job, begun, again)
+    assert files_crossed == set(table()["restart"]), "\n".join(sorted(files_crossed))
+
+
+def test_a_join_crosses_these_files(start: Callable[..., Job]) -> None:
+    """From a request to the steps of the attempt that has the host."""
+    job = start(max_restarts=1, min_hosts=1)
+    begun = time.monotonic()
+    mailbox(job.folder / "logs").post({"joins": True, "hosts": ["c"]})
+    joined = max(when for when, _ in job.ready(1, 3))
+    files_crossed = crossed(job, begun, joined)
+    assert files_crossed == set(table()["join"]), "\n".join(sorted(files_crossed))
 
 
 def test_the_table_is_in_order() -> None:

@@ -8,7 +8,7 @@ from commands import run
 
 from roxxel_dist.cli import main
 from roxxel_dist.place.directory import RunDirectory, is_held
-from roxxel_dist.place.save import NotSaved, ask_for_checkpoint
+from roxxel_dist.place.run_place import NotSaved, ask_for_checkpoint
 from roxxel_dist.process.durable import SaveRequests
 
 

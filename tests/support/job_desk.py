@@ -18,14 +18,14 @@ LIMIT_S = 60
 DETACH = """
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.jobs.detach import detach
+from roxxel_dist.launcher.control.detach import detach
 from roxxel_dist.launcher.job.spec import JobSpec
 detach("""
 ABANDONED = """
 import os, sys
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.jobs import detach
+from roxxel_dist.launcher.control import detach
 from roxxel_dist.launcher.job.spec import JobSpec
 reader, writer = os.pipe()
 os.close(reader)

@@ -50,7 +50,6 @@ INNER = {
     "data": [FRONT, "remote", "files", "tokenizer"],
     "launcher": [
         "backends",
-        "jobs",
         "control",
         "fleet",
         "preflight",

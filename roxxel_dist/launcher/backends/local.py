@@ -20,10 +20,7 @@ class LocalBackend(base.Backend):
     address: str | None = "127.0.0.1"
     """Loopback: nothing outside this machine can reach the job."""
 
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """The variables of the launcher: ranks inherit them."""
-        return os.environ
+    environment: Mapping[str, str] = os.environ  # ranks inherit them
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """The command that `start` runs."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from roxxel_dist.launcher.fleet import events
-from roxxel_dist.launcher.fleet.driver import Driver
+from roxxel_dist.launcher.fleet.driver import Reply
 from roxxel_dist.launcher.fleet.state import NUMBERS
 from roxxel_dist.launcher.host.command import Command
 from roxxel_dist.launcher.job.backend import Backend, HostSource
@@ -172,16 +172,20 @@ class Inbox:
     Args:
         job: its list, if it has one, and its folder.
         backend: which hosts can join; it has the list as it is now, and may have another one.
+        happened: takes the lists that hold, each another one than the one before; requests, and what takes the answer;
+            and, once each, why a list cannot be read, whatever its numbers: a client may say the time.
         since: requests that were made before (seconds since 1970) were meant for a launch before this one.
     """
 
-    def __init__(self, job: JobSpec, backend: Backend, since: float = math.inf) -> None:
-        self.lists: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-        """Lists that hold, each another one than the one before."""
-        self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Why a list cannot be read; each once, whatever its numbers: a client may say the time."""
-        self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._mailbox, self._since = mailbox(job.log_dir), since
+    def __init__(
+        self,
+        job: JobSpec,
+        backend: Backend,
+        happened: "queue.SimpleQueue[tuple[events.Event, Reply | None]]",
+        since: float = math.inf,
+    ) -> None:
+        self._happened, self._since = happened, since
+        self._mailbox = mailbox(job.log_dir)
         self._check_joining = backend.check_joining
         self._source = backend.more_hosts if job.hosts_from is None else HostList(job.hosts_from)
         self._held = list(backend.listed)
@@ -216,7 +220,7 @@ class Inbox:
 
     def _look(self) -> None:
         for request in requests_in(self._mailbox):
-            self.requests.put(request)
+            self._hand_on(request)
         if self._source is not None and time.monotonic() >= self._due:
             self._poll_list(self._source)
 
@@ -225,7 +229,7 @@ class Inbox:
         about = NUMBERS.sub("", why)
         if about not in self._known and not self._end.is_set():
             self._known.add(about)
-            self.faults.put(why)
+            self._happened.put((events.Say(text=f"{why}; the list stays as it was"), None))
 
     def _poll_list(self, source: HostSource) -> None:
         """Read the list; one that has changed holds when it is the same at the next look, which comes sooner."""
@@ -236,29 +240,25 @@ class Inbox:
             hosts = self._held
         if hosts == self._seen:
             self._held = hosts
-            self.lists.put(hosts)
+            try:
+                self._check_joining(hosts)
+                self._happened.put((events.Asked(by="list", hosts=tuple(hosts)), None))
+            except UserError as error:
+                self._fail(f"--hosts-from: {error}")
         self._seen = hosts if hosts != self._held else None
         wait_s = FILE_S if source.is_file else COMMAND_S
         self._due = time.monotonic() + (AGAIN_S if self._seen else wait_s)
 
-    def feed(self, fleet: Driver) -> None:
-        """Give the fleet what has come: lists, and requests, which get their answers."""
-        while not self.faults.empty():
-            fleet.step(events.Say(text=f"{self.faults.get()}; the list stays as it was"))
-        while not self.lists.empty():
-            hosts = self.lists.get()
-            try:
-                self._check_joining(hosts)
-                fleet.step(events.Asked(by="list", hosts=tuple(hosts)))
-            except UserError as error:
-                fleet.step(events.Say(text=f"--hosts-from: {error}; the list stays as it was"))
-        while not self.requests.empty():
-            request = self.requests.get()
-            try:
-                self._check_joining(request.hosts)
-                todo = fleet.step(events.Asked(by="join" if request.joins else "leave", hosts=request.hosts))
-                done = next(do for do in todo if isinstance(do, events.Answer))
-            except UserError as error:
-                done = events.Answer(done=False, text=str(error))
+    def _hand_on(self, request: Request) -> None:
+        """Put a request where the controller takes it, or refuse it."""
+
+        def reply(answer: events.Answer) -> None:
             with suppress(OSError):  # who asked may be gone, and a full disk ends no job
-                self._mailbox.answer(request.name, {"done": done.done, "text": done.text})
+                self._mailbox.answer(request.name, {"done": answer.done, "text": answer.text})
+
+        try:
+            self._check_joining(request.hosts)
+        except UserError as error:
+            reply(events.Answer(done=False, text=str(error)))
+            return
+        self._happened.put((events.Asked(by="join" if request.joins else "leave", hosts=request.hosts), reply))

@@ -123,9 +123,8 @@ class _Controller:
             is_fixed=is_fixed,
             failed=known_failures(backend),
         )
-        inbox = Inbox(job, backend, self.recorder.entry.begun) if backend.takes_hosts and not is_fixed else None
-        receive = (lambda _: None) if inbox is None else inbox.feed
-        return Driver(fleet, backend, self.signals, self.console, pool, self._key, receive), inbox
+        driver, since = Driver(fleet, backend, self.signals, self.console, pool, self._key), self.recorder.entry.begun
+        return driver, Inbox(job, backend, driver.happened, since) if backend.takes_hosts and not is_fixed else None
 
     @property
     def _attempts(self) -> Sequence[AttemptSummary]:

@@ -1,4 +1,7 @@
-"""Carries out what a fleet asks for: looks at hosts, and warm-ups; in a thread of its own while ranks run."""
+"""Carries out what a fleet asks for: looks at hosts, and warm-ups; in a thread of its own while ranks run.
+
+The controller's thread alone changes the fleet: whatever other threads find, or people ask, it takes from one queue.
+"""
 
 import os
 import queue
@@ -25,6 +28,7 @@ from roxxel_dist.process.interrupt import SignalPipe
 TEND_S = 0.5
 """Between two looks at the agents of hosts that can be used."""
 WAIT_S = 0.25
+Reply = Callable[[events.Answer], None]
 
 
 class NotReadyError(Exception):
@@ -56,7 +60,9 @@ class Driver:
         backend: reaches the hosts.
         pool: has the agents of the job.
         key: of the job's folders in memory.
-        receive: gives this object what has come from a list, and requests.
+
+    Attributes:
+        happened: what other threads have found, or people have asked, in order, and what takes the answer to them.
     """
 
     def __init__(
@@ -67,31 +73,36 @@ class Driver:
         screen: Console,
         pool: HostPool,
         key: str = "",
-        receive: Callable[["Driver"], None] = lambda _: None,
     ) -> None:
         self.fleet: Fleet = fleet[0]
         self._backend, self._signals, self._screen, self._pool, self._key = backend, signals, screen, pool, key
-        self._receive = receive
+        self.happened = queue.SimpleQueue[tuple[events.Event, Reply | None]]()
         job = self.fleet.given
         self._devices = checks_of(job, backend.hosts, len(working_hosts(job, backend.hosts)))
-        self._lock = threading.Lock()
-        self._notes = queue.SimpleQueue[str]()
+        self._notes: list[str] = []
         self._work = queue.SimpleQueue[events.Look | events.Warm | None]()  # None: the end
         self._is_over = True
         self._begin(fleet[1])
 
     def step(self, event: events.Event) -> list[events.Do]:
         """Let something happen; returns what is to be done, of which looks and warm-ups are begun."""
-        with self._lock:
-            self.fleet, todo = step(self.fleet, event, time.monotonic())
-            self._begin(todo)
+        self.fleet, todo = step(self.fleet, event, time.monotonic())
+        self._begin(todo)
         return todo
+
+    def _follow(self) -> None:
+        """Let happen what other threads have found, or people have asked."""
+        while not self.happened.empty():
+            event, reply = self.happened.get()
+            for do in self.step(event):
+                if isinstance(do, events.Answer) and reply is not None:
+                    reply(do)
 
     def _begin(self, todo: Sequence[events.Do]) -> None:
         for do in todo:
             match do:
                 case events.Say(text=text):
-                    self._notes.put(text)
+                    self._notes.append(text)
                 case events.Look() | events.Warm() if not self._is_over:
                     self._work.put(do)
                 case _:
@@ -99,8 +110,9 @@ class Driver:
 
     def say(self) -> None:
         """Show people what they are to know."""
-        while not self._notes.empty():
-            self._screen.info(self._notes.get())
+        for text in self._notes:
+            self._screen.info(text)
+        self._notes.clear()
 
     def select(self, gone_by: Mapping[str, float]) -> events.Start:
         """The hosts that start the next attempt, when the ranks of lost ones have ended (`Begin.gone_by`).
@@ -119,7 +131,7 @@ class Driver:
                     todo = self.step(events.Answered(report=report, trusted=trusted))
                 case events.Wait(seconds=seconds):
                     self.pause(seconds)
-                    self._receive(self)
+                    self._follow()
                     todo = self.step(events.Tick())
                 case events.Start() as start:
                     self.pause(start.wait_s)
@@ -176,7 +188,7 @@ class Driver:
                 thread.start()
             except RuntimeError as error:
                 self._is_over = True
-                self._notes.put(f"no other host is looked at in this attempt: {error} (ulimit -u, pids.max)")
+                self._notes.append(f"no other host is looked at in this attempt: {error} (ulimit -u, pids.max)")
             try:
                 yield
             finally:
@@ -188,16 +200,17 @@ class Driver:
                 os.close(self._wake)
                 os.close(woken)
                 self._work = queue.SimpleQueue()
+                self._follow()
             self._pool.adopt(self._waiting, [link.host for link in self._waiting.all])
 
     def tick(self) -> None:
-        """While ranks run: follow lists and requests, and the clock."""
-        self._receive(self)
+        """While ranks run: follow the other threads, and the clock."""
+        self._follow()
         self.step(events.Tick())
         self.say()
 
     def drain(self, *, joins_too: bool = True) -> events.Drain | None:
-        """Why the ranks are to save and leave now, if they are. `joins_too`: also for hosts that come."""
+        """The reason why the ranks are to save and leave now; None: they stay. `joins_too`: for hosts that come too."""
         todo = self.step(events.CanDrain(joins_too=joins_too))
         return next((do for do in todo if isinstance(do, events.Drain)), None)
 
@@ -224,8 +237,7 @@ class Driver:
             return None
 
     def _report(self, event: events.Event) -> None:
-        if not self._is_over:
-            self.step(event)
+        self.happened.put((event, None))
 
     def _note_mistake(self, hosts: tuple[str, ...], error: Exception) -> None:
         self._report(events.Mistake(hosts=hosts, error=repr(error)))
@@ -257,7 +269,8 @@ class Driver:
                         pending.discard(link.host)
                         failed.update({link.host: why} if why else {})
                     case str() | {"type": "note"}:
-                        self._notes.put(f"{link.host}: {event if isinstance(event, str) else event['text']}")
+                        said = event if isinstance(event, str) else event["text"]
+                        self._report(events.Say(text=f"{link.host}: {said}"))
                     case _:
                         pass
             lost = {host: why for host, why in self._lost().items() if host in pending}

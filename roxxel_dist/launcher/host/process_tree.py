@@ -4,8 +4,8 @@ A process with PR_SET_CHILD_SUBREAPER becomes the parent of every process below 
 `setsid`, a double fork, even with a cleared environment. So if it kills its children until it has none, nothing is
 left. Two processes do that on a host. The guard is the parent of the agent; if the agent dies, it kills the processes
 that are left. A keeper is the parent of one rank; it kills that rank's tree when the agent says so, or is gone. They
-wait for the killed processes so that the agent never does: a process that waits for a disk delays only its keeper. A
-worker of Ray, which has threads and cannot fork, starts its keepers as programs: a trial of a sweep is such a tree.
+wait for the killed processes so that the agent never does. A worker of Ray, which has threads and cannot fork, starts
+its keepers as programs: a trial of a sweep is such a tree.
 
 A process is signalled only while its number cannot be reused: a child that was not reaped, or by pidfd.
 
@@ -71,11 +71,10 @@ def descendants(ancestor: int) -> dict[int, bytes]:
 
 def is_shell(pid: int) -> bool:
     """Whether a process is a shell, as which file it runs says: a script has a name of its own."""
-    try:
+    with suppress(OSError):
         name = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
-    except OSError:
-        return False
-    return SHELL.fullmatch(name.removesuffix(" (deleted)")) is not None
+        return SHELL.fullmatch(name.removesuffix(" (deleted)")) is not None
+    return False
 
 
 def send(pid: int, started: bytes, number: int) -> None:
@@ -110,9 +109,8 @@ class Subreaper:
     """
 
     def __init__(self, child: int, on_exit: Callable[[int], None] = lambda code: None) -> None:
-        self.child = child
+        self.child, self._on_exit = child, on_exit
         self.code: int | None = None
-        self._on_exit = on_exit
 
     def reap(self) -> bool:
         """Take note of every child that has ended; whether there are others."""
@@ -192,9 +190,8 @@ class ProcessTree:
         self._meet(near, keeper)
 
     def _meet(self, control: socket.socket, keeper: int) -> None:
-        self._control = control
-        self.keeper: int = keeper
-        said, pidfds, _, _ = socket.recv_fds(self._control, 1024, 1, socket.MSG_CMSG_CLOEXEC)
+        self._control, self.keeper = control, keeper
+        said, pidfds, *_ = socket.recv_fds(control, 1024, 1, socket.MSG_CMSG_CLOEXEC)
         if not pidfds:
             control.close()
             os.waitpid(keeper, 0)  # it ends now
@@ -254,10 +251,7 @@ class SpawnedTree(ProcessTree):
         output: the descriptor for its stdout and stderr.
         directory: where it runs; None: where this process does.
         linger_s: how long processes that it leaves may go on.
-        kill_s: how long the keeper waits for killed processes.
-
-    Raises:
-        ChildProcessError: the program could not be started.
+        kill_s: as for `ProcessTree`, whose errors these are too.
     """
 
     def __init__(
@@ -282,9 +276,8 @@ class SpawnedTree(ProcessTree):
                 cwd=directory,
                 start_new_session=True,
             )
-        self._kill_s = kill_s
+        self._kill_s, self._poll = kill_s, select.poll()  # select() knows no descriptor above 1,023
         self._meet(near, self._process.pid)
-        self._poll = select.poll()  # select() knows no descriptor above 1,023
         self._poll.register(self.fd, select.POLLIN)
 
     def wait(self, limit_s: float) -> bool:
@@ -354,10 +347,10 @@ def _run_keeper(
 
 
 def _close_all_but(kept: Sequence[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):  # the ends of other keepers' sockets among them
-        if int(name) > 2 and int(name) not in kept:
+    for fd in map(int, os.listdir("/proc/self/fd")):  # the ends of other keepers' sockets among them
+        if fd > 2 and fd not in kept:
             with suppress(OSError):
-                os.close(int(name))
+                os.close(fd)
     with open(os.devnull, "r+b") as null:
         os.dup2(null.fileno(), 0)
         os.dup2(null.fileno(), 1)
@@ -377,9 +370,7 @@ def _keep(control: socket.socket, child: int, linger_s: float, kill_s: float) ->
             control.send(b"%d" % code)
 
     tree = Subreaper(child, report)
-    wakes, writes = os.pipe()
-    for fd in (wakes, writes):
-        os.set_blocking(fd, False)
+    wakes, writes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while tree.reap() and (now := time.monotonic()) < end:
@@ -451,16 +442,15 @@ def _guard(child: int, limit_s: float, kill_s: float, nonce: str, folders: Seque
     for number in HANDED_ON:  # SLURM may signal the process group of the step alone, in which the agent is not
         signal.signal(number, hand_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
-    wait_s = None if limit_s == math.inf else limit_s
-    while select.select([0], [], [], wait_s)[0] and os.read(0, 1 << 16):
+    while select.select([0], [], [], None if limit_s == math.inf else limit_s)[0] and os.read(0, 1 << 16):
         pass
     remove(folders)  # before the keepers die, which would remove them if this process were killed now
     is_empty = tree.kill(kill_s)
     remove(folders)  # what was made in them meanwhile
     code = -signal.SIGKILL if tree.code is None else tree.code
     code = code if code >= 0 else 128 - code  # of an end by a signal ssh would make that of a broken connection
-    if is_empty:
-        with suppress(OSError):  # the channel may be closed, or full
+    with suppress(OSError):  # the channel may be closed, or full
+        if is_empty:
             os.write(1, GONE % (nonce.encode(), code))
     os._exit(code)
 

@@ -5,11 +5,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import IO, ClassVar, Protocol
 
 from roxxel_dist.launcher.job.spec import JobOptions, JobSpec
-from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import DeviceNeeds
 
 
 class RemoteProcess(Protocol):
@@ -99,15 +100,12 @@ class Backend(ABC):
     """Whether a cut link can part an agent from this process: then it ends, with its ranks, after a silence
     (`Limits.silent_s`); else a pipe is closed at once."""
 
+    environment: Mapping[str, str] = MappingProxyType({})
+    """The known variables that a host gives to its ranks, in addition to those of the job."""
     hints: ClassVar[Hints] = HINTS
     """What to do where a program did not start; the first words that are found count."""
     login: ClassVar[str] = "does the login shell, or its start-up file (~/.bashrc), end before the program?"
     """What to ask where a program ended without a word."""
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """The known variables that a host gives to its ranks, in addition to those of the job."""
-        return {}
 
     @abstractmethod
     def argv(self, host: str, module: str, *words: str) -> list[str]:

@@ -16,7 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from roxxel_dist.process.device_counts import DeviceNeeds
 from roxxel_dist.process.exit_codes import (
     EXIT_TIMEOUT_ENV,
     MEMORY_ENV,
@@ -27,7 +26,7 @@ from roxxel_dist.process.exit_codes import (
     UserError,
 )
 from roxxel_dist.process.file_lock import claim
-from roxxel_dist.process.platforms import VARIABLES
+from roxxel_dist.process.platforms import VARIABLES, DeviceNeeds
 
 
 def flag(words: Sequence[str], name: str) -> str | None:
@@ -228,7 +227,7 @@ LAST_PORT = 65_535
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What every way to launch understands: each field is a flag of `launch`, and its docstring the flag's help."""
+    """Options of every way to launch: each field is a flag of `launch`, and its docstring the flag's help."""
 
     gpus_per_host: int | None = None
     """GPUs of a host, divided among its processes with CUDA_VISIBLE_DEVICES. Default: each process sees all GPUs."""
@@ -326,8 +325,10 @@ class JobSpec(MemberOptions, HostOptions, JobOptions):
         return program_of(self.command)
 
     def jax_environment(self, outer: Mapping[str, str]) -> dict[str, str]:
-        """What decides which devices jax makes in a rank, beside the variables of its host; `outer`: the launcher's,
-        where ranks inherit them."""
+        """The variables that decide which devices jax makes in a rank, beside those of its host.
+
+        `outer`: the launcher's, where ranks inherit them.
+        """
         given = {**outer, **self.env}
         chosen = {name: given[name] for name in VARIABLES if name in given}
         if self.devices_per_proc is not None:

@@ -36,7 +36,7 @@ class Questions(Protocol):
 
     @property
     def starting(self) -> Sequence[str]:
-        """Those of them that may still start, by the words of their servers."""
+        """The unreachable hosts that may still start, by the words of their servers."""
         ...
 
     def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:

@@ -216,7 +216,7 @@ def unlike(measured: Mapping[str, Measured], hosts: Sequence[str]) -> Iterator[C
 def slow_devices(
     hosts: Sequence[str], measured: Mapping[str, Measured], part: float = 1.0
 ) -> dict[str, list[CheckResult]]:
-    """By host, the devices that are slower than the others on all measured hosts of its kind, by 1 and this part of the
+    """Devices by host that are slower than the others on all measured hosts of its kind, by 1 and this part of the
     excess of the factor over 1."""
     alike: dict[tuple[object, str], list[float]] = {}
     for one in measured.values():

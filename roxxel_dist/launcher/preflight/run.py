@@ -200,9 +200,12 @@ def _check(
     elif address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
         findings += own_names(requirements, {first: infos[first] | own_name()})
     free = port or 0
-    if backend.is_coordinator:
-        asked_of = {first: infos[first]} if is_known else infos
-        address, free, more = check_network(questions, asked_of, places, port)
+    if backend.is_coordinator and is_known:  # whoever listens there has been reached
+        address = places.coordinators[0]
+        held = questions.ask({first: {"ask": "listen", "places": [(address, free)], "nonce": ""}}).get(first, {})
+        free = next((number for number in held.get("ports", ()) if isinstance(number, int)), 0)
+    if backend.is_coordinator and not (is_known and free):
+        address, free, more = check_network(questions, infos, places, port)
         findings += more
     if requirements.shared and others and not is_known:
         findings += _shared(questions, list(infos), requirements.run_dir)

@@ -15,8 +15,8 @@ from roxxel_dist.cluster.mesh import AXES, EXPERT, TENSOR, micro_batches
 from roxxel_dist.curriculum.segments import Shape, check_batches
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
-from roxxel_dist.process.device_counts import check_shard_count
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import check_shard_count
 from roxxel_dist.train.step.state import TrainState
 
 SHARDS = "shards"

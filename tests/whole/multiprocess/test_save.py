@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from commands import run, start, wait_for
 
-from roxxel_dist.place.save import ask_for_checkpoint
+from roxxel_dist.place.run_place import ask_for_checkpoint
 from roxxel_dist.process.durable import SAVE_FOLDER
 
 LOOP = os.path.join(os.path.dirname(__file__), "save_loop.py")

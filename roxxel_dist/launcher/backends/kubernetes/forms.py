@@ -50,13 +50,6 @@ NO_FAULT: list[Plain] = [
     {"action": "FailJob", "onExitCodes": {"operator": "In", "values": PREEMPTION_CODES}},
 ]
 """The first rules of a Job: ends after which the JobSet starts it again, and does not count that."""
-RESTART_UNCOUNTED: Plain = {
-    "name": "preempted",
-    "action": "RestartJobSetAndIgnoreMaxRestarts",
-    "onJobFailureReasons": ["PodFailurePolicy"],
-    # Which of its rules it was is in the message of the Job alone.
-    "onJobFailureMessagePatterns": ["matching FailJob rule at index [01]$"],
-}
 
 
 def names_of(name: str, hosts: int) -> list[str]:
@@ -116,13 +109,22 @@ def _job(pod: Plain, limit: int) -> Plain:
 
 def policies(max_restarts: int) -> Plain:
     """The ends of the JobSet: that of its launcher, which is started again where it was lost."""
-    target = {"targetReplicatedJobs": [CONTROLLER]}
-    error = {"name": "launcher_ended", "action": "FailJobSet", **target, "onJobFailureReasons": ["PodFailurePolicy"]}
-    rules = [{**RESTART_UNCOUNTED, **target}, error] if max_restarts else [error]
-    return {
-        "successPolicy": {"operator": "All", **target},
-        "failurePolicy": {"maxRestarts": max_restarts, "rules": rules},
-    }
+    success: Plain = {"operator": "All", "targetReplicatedJobs": [CONTROLLER]}
+    return {"successPolicy": success, **_failure_policy(max_restarts, "launcher_ended", CONTROLLER)}
+
+
+def _failure_policy(max_restarts: int, error: str, *targets: str) -> Plain:
+    """The reactions to a failed Job; the rules are tried in order, and if none matches, the JobSet restarts."""
+
+    def rule(name: str, action: str) -> Plain:
+        of = {"targetReplicatedJobs": [*targets]} if targets else {}
+        return {"name": name, "action": action, **of, "onJobFailureReasons": ["PodFailurePolicy"]}
+
+    # Which of the Job's rules it was is in the message of the Job alone: by the first two it counts for nothing.
+    uncounted = {"onJobFailureMessagePatterns": ["matching FailJob rule at index [01]$"]}
+    preempted = {**rule("preempted", "RestartJobSetAndIgnoreMaxRestarts"), **uncounted}
+    rules = [preempted, rule(error, "FailJobSet")] if max_restarts else [rule(error, "FailJobSet")]
+    return {"failurePolicy": {"maxRestarts": max_restarts, "rules": rules}}
 
 
 def command(name: str, hosts: int, options: Sequence[str], words: Sequence[str]) -> list[str]:
@@ -160,10 +162,5 @@ def _program_error(restart_on: str) -> Plain:
 
 
 def member_policies(max_restarts: int) -> Plain:
-    """The reactions to a failed Job; the rules are tried in order, and if none matches, the JobSet restarts."""
-    error = {"name": "program_error", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    rules = [RESTART_UNCOUNTED, error] if max_restarts else [error]
-    return {
-        "successPolicy": {"operator": "All"},
-        "failurePolicy": {"maxRestarts": max_restarts, "rules": rules},
-    }
+    """The ends of such a JobSet: all of its pods."""
+    return {"successPolicy": {"operator": "All"}, **_failure_policy(max_restarts, "program_error")}

@@ -177,7 +177,7 @@ def result(answer: Any, closed: threading.Event, limit_s: float = math.inf) -> A
 
 
 def reason_of(problem: Exception) -> str:
-    """Why an actor does not answer, in one line: Ray's own text has many."""
+    """The reason why an actor does not answer, in one line: Ray's own text has many."""
     from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, NodeDiedError
 
     if isinstance(problem, GetTimeoutError):

@@ -100,7 +100,7 @@ def check_address(address: str) -> None:
 
 
 def no_answer(error: Exception) -> str:
-    """Why Ray could not connect, in one line, and what to do."""
+    """The reason why Ray could not connect, in one line, and what to do."""
     reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
     return (
         f"this process could not join the Ray cluster ({reason}): is it up (`ray status`), is this machine one of its "

@@ -16,13 +16,13 @@ from signal import SIGTERM
 from typing import ClassVar
 
 from roxxel_dist.launcher.backends.slurm.grow import GrowJobs
+from roxxel_dist.launcher.control.jobs import header
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.supervisor import JobResult, supervise
 from roxxel_dist.launcher.host.command import answer_of
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.output import info
 from roxxel_dist.launcher.policy.restart import INFRASTRUCTURE, PREEMPTED, Decision
 from roxxel_dist.launcher.transport.connection import start_near
@@ -76,11 +76,8 @@ class SlurmBackend(base.Backend):
         self.directory = self.directory or os.getcwd()
         self.takes_hosts: bool = self.grow is not None
         self.more_hosts: base.HostSource | None = self.grow
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """`srun` hands the launcher's own variables on, but for those that SLURM sets on each node."""
-        return {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        # `srun` hands the launcher's own variables on, but for those that SLURM sets on each node.
+        self.environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """The srun that `start` runs."""

@@ -9,12 +9,12 @@ import signal
 import sys
 from pathlib import Path
 
+from roxxel_dist.launcher.control.jobs import header
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.output import info
 from roxxel_dist.process.exit_codes import EXIT_FAILED
 

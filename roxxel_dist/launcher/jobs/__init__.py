@@ -1,1 +1,0 @@
-"""Jobs that run already: the record of each, and the commands about them."""
