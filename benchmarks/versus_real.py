@@ -18,7 +18,7 @@ from measure import Lines, Result, flags
 from sweep_real import build_corpus, roxxel
 
 from roxxel_dist.sweep.samplers.pairs import Comparison, Pair, compare, looks
-from roxxel_dist.sweep.space.versus import Versus
+from roxxel_dist.sweep.space.extras import Versus
 from roxxel_dist.sweep.study.folder import read_study
 
 BASE = {

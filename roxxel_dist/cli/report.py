@@ -63,7 +63,7 @@ def _runs(args: ReportArgs) -> str:
     from roxxel_dist.cli.run_table import report_table
     from roxxel_dist.run.report import differences, draw, no_pictures, read_runs
     from roxxel_dist.sweep.report.versus import pair_of_runs
-    from roxxel_dist.view.web.report import write_runs
+    from roxxel_dist.view.web.page import write_runs
 
     runs, folder = read_runs(args.runs), Path(args.out or "report")
     pictures, missing = [], ""
@@ -103,7 +103,7 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     from roxxel_dist.sweep.report.text import as_json, table, write_best_config
     from roxxel_dist.sweep.report.versus import versus_json, versus_text
     from roxxel_dist.sweep.study.folder import REPORT, read_study
-    from roxxel_dist.view.web.report import write_study
+    from roxxel_dist.view.web.page import write_study
 
     if bucket is None:
         study = read_study(args.runs[0])

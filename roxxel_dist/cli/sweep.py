@@ -43,7 +43,7 @@ def sweep(words: list[str]) -> int:
         if search is None:
             return 0
         from roxxel_dist.sweep.driver import run
-        from roxxel_dist.view.web.report import write_study
+        from roxxel_dist.view.web.page import write_study
 
         return run.search(search, write_study)
 
@@ -217,7 +217,7 @@ def study_bucket(flags: Mapping[str, Any], held: ExitStack) -> Any:
 
 def _server(options: SweepOptions, config: Any, flags: set[str], project: str | None, *, is_new: bool) -> str | None:
     """The sweep of a W&B server that shall lead: its id, "" for a new one; None where the search is made here."""
-    from roxxel_dist.sweep.wandb_bridge.server import create_or_join, logged_in
+    from roxxel_dist.sweep.wandb_server import create_or_join, logged_in
 
     if options.sweep_id is not None:
         if options.sweep_config is not None:
@@ -239,7 +239,7 @@ def _definition_of(server: str) -> Iterator[str]:
     """A file with what a W&B server has of a sweep."""
     import yaml
 
-    from roxxel_dist.sweep.wandb_bridge.server import definition
+    from roxxel_dist.sweep.wandb_server import definition
 
     with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         yaml.safe_dump(definition(server), file, sort_keys=False)

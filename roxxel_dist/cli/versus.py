@@ -20,7 +20,7 @@ from roxxel_dist.settings.effect import check_effect, chosen
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.settings.values import with_numbers
 from roxxel_dist.sweep.driver.options import TrialOptions
-from roxxel_dist.sweep.space.versus import Versus
+from roxxel_dist.sweep.space.extras import Versus
 from roxxel_dist.utils.voice import argument
 
 DATA = ("datasets", "validation", "val_fraction", "eval_iters", "tokenizer_type", "data_dtype", "passes")
@@ -102,7 +102,7 @@ def _run(args: VersusArgs, held: ExitStack) -> tuple[Any, int]:
     from roxxel_dist.sweep.driver import run
     from roxxel_dist.sweep.driver.options import SweepOptions
     from roxxel_dist.sweep.study.folder import StudyDir, read_study
-    from roxxel_dist.view.web.report import write_study
+    from roxxel_dist.view.web.page import write_study
 
     with usage_errors():
         given = {field.name: getattr(args, field.name) for field in dataclasses.fields(TrialOptions)}

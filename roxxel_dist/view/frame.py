@@ -15,9 +15,8 @@ from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.utils.display import aligned, counted
 from roxxel_dist.view.curve import Points
-from roxxel_dist.view.items import JobState, State
+from roxxel_dist.view.items import JobState, State, StudyState
 from roxxel_dist.view.run import RankState, RunState, worst
-from roxxel_dist.view.study import StudyState
 
 CURVES = ("cyan", "yellow", "green", "magenta")
 ALIVE = ("training", "searching", "running", "starting", "restarting", "stopping")

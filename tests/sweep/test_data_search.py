@@ -21,7 +21,7 @@ from roxxel_dist.data.units import APART
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.driver.data_search import changed_data, with_data
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
-from roxxel_dist.sweep.space.data_extras import DataExtras, MixtureSpec
+from roxxel_dist.sweep.space.extras import DataExtras, MixtureSpec
 from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep, sweep_of
 from roxxel_dist.sweep.study.journal import Trial

@@ -19,8 +19,8 @@ from roxxel_dist.sweep.space.sweep_file import read_sweep, sweep_of
 from roxxel_dist.sweep.space.values import as_text, from_json, to_json
 from roxxel_dist.sweep.study.folder import Study, StudyDir
 from roxxel_dist.sweep.study.journal import Journal, read_history
+from roxxel_dist.sweep.trial.process import TrialTask
 from roxxel_dist.sweep.trial.program import PARAMETERS, prepare
-from roxxel_dist.sweep.trial.task import TrialTask
 from roxxel_dist.utils.display import plain
 from roxxel_dist.view.web.sections import _params
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.place.directory import METRICS
-from roxxel_dist.sweep.trial.metrics import MetricsTail, Report
+from roxxel_dist.sweep.trial.tail import MetricsTail, Report
 
 
 @pytest.mark.parametrize(

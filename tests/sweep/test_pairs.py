@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from roxxel_dist.sweep.samplers.pairs import Pair, compare, evidence_of_losses, half_width, interval, looks
-from roxxel_dist.sweep.space.versus import Versus
+from roxxel_dist.sweep.space.extras import Versus
 
 NAN = math.nan
 STUDIES, PAIRS = 200, 20

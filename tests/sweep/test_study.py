@@ -15,17 +15,16 @@ from roxxel_dist.cli import main
 from roxxel_dist.process.file_lock import hold_folder
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.driver.live_view import LiveView
-from roxxel_dist.sweep.report.importance import importances
-from roxxel_dist.sweep.report.plots import draw, limits, median_curve
+from roxxel_dist.sweep.report.plots import draw, importances, limits, median_curve
 from roxxel_dist.sweep.report.text import as_json, parameter_columns, short_names, table, varied, write_best_config
 from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.study.folder import Study, StudyDir, flat, read_study, short
 from roxxel_dist.sweep.study.journal import History, Trial
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.metrics import exposition
-from roxxel_dist.view.study import StudyReader, state_of
-from roxxel_dist.view.web.report import write_study
+from roxxel_dist.view.items import StudyReader, state_of
+from roxxel_dist.view.web.metrics_server import exposition
+from roxxel_dist.view.web.page import write_study
 
 NAMES = ["dim", "use_moe", "optimizer", "lr"]
 
@@ -219,7 +218,7 @@ def test_a_program_of_ones_own_has_no_config(tmp_path):
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("roxxel_dist.view.web.report.LARGE", 3)
+    monkeypatch.setattr("roxxel_dist.view.web.page.LARGE", 3)
     path = made_study(tmp_path, 4)
     best = read_study(path).done[0]
     out, config = tmp_path / "out", tmp_path / "best.yaml"

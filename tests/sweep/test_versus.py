@@ -23,12 +23,12 @@ from roxxel_dist.cli import main
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.config import Config
-from roxxel_dist.sweep.driver import run, start
+from roxxel_dist.sweep.driver import controller, run
 from roxxel_dist.sweep.driver.controller import Ending
 from roxxel_dist.sweep.report.versus import pair_of_runs, versus_json, versus_text
 from roxxel_dist.sweep.samplers.pairs import outcome, pairs_of
+from roxxel_dist.sweep.space.extras import Versus
 from roxxel_dist.sweep.space.sweep_file import sweep_of
-from roxxel_dist.sweep.space.versus import Versus
 from roxxel_dist.sweep.study.folder import Study
 from roxxel_dist.sweep.study.journal import replay
 from roxxel_dist.sweep.study.stored_journal import read_journal
@@ -335,7 +335,7 @@ def made_run(folder, loss):
 def test_a_comparison_that_is_over_starts_nothing_and_is_shown(tmp_path, monkeypatch, capfd):
     """Neither Ray nor a training: the verdict is in the journal; `top` and the page have it too."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "run_sweep", None)
+    monkeypatch.setattr(controller, "run_sweep", None)
     made_versus(tmp_path, [-0.1, -0.11, -0.1])
     verdict = "A is better by 0.103 (0.0736 to 0.154; 90 %, 3 pairs)"
     assert main(["versus", "--study", "compared"]) == 0

@@ -36,7 +36,7 @@ LIGHT = [
     "roxxel_dist.settings.config",
     "roxxel_dist.launcher.control.supervisor",
     "roxxel_dist.sweep.samplers",
-    "roxxel_dist.sweep.wandb_bridge.server",
+    "roxxel_dist.sweep.wandb_server",
 ]
 HEAVY = {"jax", "numpy", "scipy", "flax", "optax", "orbax", "ray", "wandb", "optuna", "tokenizers", "matplotlib"}
 

@@ -9,11 +9,10 @@ import numpy as np
 from roxxel_dist.curriculum.phases import numbers_in, phases_of
 from roxxel_dist.data.files.discovery import names_objects
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.space.data_extras import DataExtras
-from roxxel_dist.sweep.space.passes import PassBudget
+from roxxel_dist.sweep.space.extras import DataExtras
+from roxxel_dist.sweep.space.passes import PassBudget, training_ranges
 from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.journal import Trial
-from roxxel_dist.sweep.study.training_ranges import training_ranges
 
 SAME_SHARE = 2e-6
 """Shares that differ by less are the same: they have six decimals."""

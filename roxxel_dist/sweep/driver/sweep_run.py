@@ -14,11 +14,11 @@ from roxxel_dist.settings.config import (
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.samplers import Engine, make
+from roxxel_dist.sweep.space.extras import SEED, SIDE, SIDES
 from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import Parameter, Params, Sweep
 from roxxel_dist.sweep.space.trial_phases import is_of_phases
 from roxxel_dist.sweep.space.values import as_text
-from roxxel_dist.sweep.space.versus import SEED, SIDE, SIDES
 from roxxel_dist.sweep.study.folder import (
     CORPUS,
     IDENTITY,
@@ -28,7 +28,7 @@ from roxxel_dist.sweep.study.folder import (
 )
 from roxxel_dist.sweep.study.journal import History, read_history
 from roxxel_dist.sweep.trial.corpus import shards_of
-from roxxel_dist.sweep.trial.task import TrialTask
+from roxxel_dist.sweep.trial.process import TrialTask
 from roxxel_dist.sweep.trial.trial import config_of
 from roxxel_dist.utils.display import counted
 

@@ -26,12 +26,11 @@ from roxxel_dist.sweep.report.surface import (
     told,
 )
 from roxxel_dist.sweep.space.mixture import MixtureSpace
-from roxxel_dist.sweep.space.passes import PassBudget
+from roxxel_dist.sweep.space.passes import PassBudget, training_ranges
 from roxxel_dist.sweep.study.confirm import Expected, baselines, expected_of, shares_of
 from roxxel_dist.sweep.study.folder import DATA_PATH, Study, StudyDir
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.sweep.study.set_losses import SetLosses, set_losses
-from roxxel_dist.sweep.study.training_ranges import training_ranges
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.utils.display import aligned
 

@@ -10,8 +10,8 @@ from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.directory import is_study
 from roxxel_dist.run.report import Run
 from roxxel_dist.sweep.samplers.pairs import Comparison, Pair, looks, outcome, pairs_of
+from roxxel_dist.sweep.space.extras import SEED, SIDES
 from roxxel_dist.sweep.space.values import as_text
-from roxxel_dist.sweep.space.versus import SEED, SIDES
 from roxxel_dist.sweep.study.folder import LONGEST, Study, StudyDir, read_study
 from roxxel_dist.utils.display import aligned, counted
 

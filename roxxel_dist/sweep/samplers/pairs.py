@@ -39,7 +39,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
-from roxxel_dist.sweep.space.versus import SEED, SIDE, SIDES, Versus
+from roxxel_dist.sweep.space.extras import SEED, SIDE, SIDES, Versus
 from roxxel_dist.sweep.study.journal import History, Trial
 from roxxel_dist.utils.display import counted
 

@@ -1,4 +1,4 @@
-"""The most passes over each data set, held before a trial starts: in closed form from its phases.
+"""The most passes over each data set, checked before a trial starts: in closed form from its phases.
 
 In a plan with passes apart (`curriculum/apart.py`) a phase reads each data set as often as its quota of the blend says,
 so the passes of all phases over a set follow from steps, batch sizes and shares: no plan is made to refuse a mixture.
@@ -7,10 +7,11 @@ The plan itself is asked last (`check_plan`), since it gives up the rest of a ch
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,10 +19,14 @@ import numpy as np
 from roxxel_dist.curriculum.mixture import cumulative_weights, quota
 from roxxel_dist.curriculum.phases import Phase, phases_of
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.discovery import is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.units import APART, Ranges, rows_in_a_pass
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.run.curriculum import open_data_sets
 from roxxel_dist.sweep.space.constraints import InfeasibleError
-from roxxel_dist.sweep.space.data_extras import END, SHARE, DataExtras, MixtureSpec
+from roxxel_dist.sweep.space.extras import END, SHARE, DataExtras, MixtureSpec
 from roxxel_dist.sweep.space.mixture import MixtureSpace, rounded
 from roxxel_dist.sweep.space.trial_phases import phases_of_trial
 
@@ -332,3 +337,18 @@ def _enough(phase: Mapping[str, Any], steps: int) -> int:
             _ramp({**phase, "steps": count})
             return count
     return max(steps, phase["steps"])
+
+
+def training_ranges(config: Any, data_path: str | Path | None) -> dict[str, Ranges]:
+    """The training part of each data set of a `Config`. Raises ValueError where it is text, or cannot be opened."""
+    path = config.primary_path(data_path)
+    if path is None or not is_tokens(path):
+        raise UserError(
+            f"mixtures: {path} is text, whose tokens are not counted yet: make shards of it first "
+            f"(`roxxel-dist data build {path} --out DIR`)"
+        )
+    with ExitStack() as held:
+        data = held.enter_context(Roxxel(path, dtype=config.data_dtype, remote=config.part(RemoteConfig)))
+        sets = {name: held.enter_context(each) for name, each in open_data_sets(config, "datasets", data).items()}
+        train, _ = data.split(0 if config.validation else config.val_fraction)
+        return {"self": list(train.ranges), **{name: list(each.ranges) for name, each in sets.items()}}

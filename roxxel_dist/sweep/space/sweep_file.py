@@ -14,11 +14,10 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, read_yaml
 from roxxel_dist.settings.values import EXPONENT, with_numbers
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
-from roxxel_dist.sweep.space.data_extras import DataExtras, data_extras
 from roxxel_dist.sweep.space.distributions import distribution
+from roxxel_dist.sweep.space.extras import DataExtras, Versus, data_extras
 from roxxel_dist.sweep.space.space import Parameter, Params, Space
 from roxxel_dist.sweep.space.values import kept
-from roxxel_dist.sweep.space.versus import Versus
 
 if TYPE_CHECKING:
     from roxxel_dist.sweep.space.passes import PassBudget

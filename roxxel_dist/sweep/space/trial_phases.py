@@ -7,8 +7,8 @@ from typing import Any
 
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.constraints import InfeasibleError
-from roxxel_dist.sweep.space.data_extras import END, SHARE
 from roxxel_dist.sweep.space.distributions import is_number
+from roxxel_dist.sweep.space.extras import END, SHARE
 
 
 def is_of_phases(name: str) -> bool:

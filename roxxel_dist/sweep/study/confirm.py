@@ -11,7 +11,7 @@ from typing import Any
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config, load_yaml
-from roxxel_dist.sweep.space.data_extras import SHARE
+from roxxel_dist.sweep.space.extras import SHARE
 from roxxel_dist.sweep.study.folder import Study, flat, read_study
 from roxxel_dist.sweep.study.journal import Trial
 

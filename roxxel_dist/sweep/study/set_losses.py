@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from roxxel_dist.sweep.space.data_extras import SHARE
+from roxxel_dist.sweep.space.extras import SHARE
 from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.journal import History, Trial
 

@@ -18,12 +18,18 @@ from roxxel_dist.process.process_stat import AwakeClock
 from roxxel_dist.settings.config import Config, flat_fields
 from roxxel_dist.settings.training import SHARE_COMPILATION, TRIAL
 from roxxel_dist.sweep.space.trial_phases import is_of_phases, phases_of_trial, with_points
-from roxxel_dist.sweep.trial.metrics import MetricsTail
 from roxxel_dist.sweep.trial.outcome import classify_exit, disk_full
-from roxxel_dist.sweep.trial.process import LOCK_LIMIT_S, POLL_S, ROXXEL, TrialProcess, environment, launch_command
+from roxxel_dist.sweep.trial.process import (
+    LOCK_LIMIT_S,
+    POLL_S,
+    ROXXEL,
+    TrialProcess,
+    TrialTask,
+    environment,
+    launch_command,
+)
 from roxxel_dist.sweep.trial.program import has_ended, note_end, prepare
-from roxxel_dist.sweep.trial.tail import WandbTail
-from roxxel_dist.sweep.trial.task import TrialTask
+from roxxel_dist.sweep.trial.tail import MetricsTail, WandbTail
 
 HEADS = ("n_heads", "head_size")
 Event = dict[str, Any]

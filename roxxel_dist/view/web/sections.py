@@ -21,9 +21,8 @@ from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.utils.display import plain
 from roxxel_dist.view.curve import Bucket, curve_of, reduced
-from roxxel_dist.view.items import JobState, State
+from roxxel_dist.view.items import JobState, State, StudyState
 from roxxel_dist.view.run import RankState, RunState, changed, worst
-from roxxel_dist.view.study import StudyState
 
 LISTED = ("train_loss", "val_loss", "tokens")
 """The curves of a run in a list."""
@@ -38,7 +37,7 @@ BOUNDED = [name for name, (numbers, _) in CONTINUOUS.items() if "min" in numbers
 """Distributions whose values have ends."""
 IN_HEAD = (
     "train_loss", "val_loss", "tokens_per_s", "ms_per_step", "mfu", "hfu", "vram_gb", "ram_gb", "lr", "tokens",
-    "expert_load_max",
+    "expert_load_max", "expert_dropped",
 )  # fmt: skip
 
 Sections = dict[str, str]
@@ -51,11 +50,12 @@ def item_id(kind: str, name: str) -> str:
 
 def sections(state: State, *, brief: bool = False) -> Sections:
     """The sections of an item; `brief` for the list."""
-    if isinstance(state, RunState):
-        return {name: _text(value) for name, value in _run(state, brief)}
-    if isinstance(state, StudyState):
-        return {name: _text(value) for name, value in _study(state, brief)}
-    return {name: _text(value) for name, value in _job(state, brief)}
+    pairs = (
+        _run(state, brief) if isinstance(state, RunState)
+        else _study(state, brief) if isinstance(state, StudyState)
+        else _job(state, brief)
+    )  # fmt: skip
+    return {name: _text(value) for name, value in pairs}
 
 
 def _text(value: Any) -> str:

@@ -25,10 +25,9 @@ from roxxel_dist.sweep.samplers.base import Curve
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
 from roxxel_dist.sweep.trial.outcome import OURS, TRACEBACK, classify_exit, last_words
-from roxxel_dist.sweep.trial.process import environment, prompt_reports
+from roxxel_dist.sweep.trial.process import Ranks, TrialTask, environment, prompt_reports
 from roxxel_dist.sweep.trial.program import command_of
 from roxxel_dist.sweep.trial.tail import WandbTail
-from roxxel_dist.sweep.trial.task import Ranks, TrialTask
 from roxxel_dist.sweep.trial.trial import Event, Objective, failed, follow, wait_until_free
 
 LOGIN = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
