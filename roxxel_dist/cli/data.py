@@ -206,8 +206,7 @@ def verify_shards(path: str, workers: int | None = None, dtype: str | None = Non
     """(Whether all shards are whole, what to say of them). Raises ValueError where there are none."""
     from roxxel_dist.data.dataset import Roxxel
     from roxxel_dist.data.files.discovery import NoShardsError, names_objects
-    from roxxel_dist.data.remote.verify import verify_objects
-    from roxxel_dist.data.verify import find_damage
+    from roxxel_dist.data.verify import find_damage, verify_objects
     from roxxel_dist.utils.display import ProgressBars
 
     if names_objects(path):

@@ -99,9 +99,8 @@ class Plan:
             builder = make(sources=amendment.sources, cursors=cursors, key=key, max_passes=max_passes)
             self._rest = builder.build(amendment.shapes, first)
             self._extend_to(self.total_steps - 1 if self.total_steps < ENDLESS else first)
-        self.datasets: tuple[str, ...] = tuple(
-            dict.fromkeys(name for amendment in amendments for name in amendment.sources)
-        )
+        names = (name for amendment in amendments for name in amendment.sources)
+        self.datasets: tuple[str, ...] = tuple(dict.fromkeys(names))
         self._ahead = (0, 0, (np.empty((0, 0), np.int32), np.empty((0, 0), np.int64), 0, False))
 
     def _extend_to(self, step: int) -> None:
@@ -205,8 +204,8 @@ class Plan:
         Raises:
             IndexError: the plan has no such step.
         """
-        first, number = self._find(step)
-        return first.in_pass(number)
+        segment, number = self._find(step)
+        return segment.in_pass(number)
 
     def _find(self, step: int) -> tuple[Segment, int]:
         """The segment in which `step` is, or like which its own is, so many passes later."""
@@ -262,8 +261,8 @@ class Plan:
                 offset[items] = allocation.offsets(low, low + len(items) * width).reshape(-1, width)
         numbers = np.array([self.datasets.index(a.source.name) for a in segment.allocations], np.int32)
         dataset = np.repeat(numbers[chosen], width)
-        shape, size = segment.shape, (stop - first, segment.shape.batch_size)
-        dataset, offset = dataset.reshape(size), offset.reshape(size)
+        shape = segment.shape
+        dataset, offset = (array.reshape(stop - first, shape.batch_size) for array in (dataset, offset))
         for array in (dataset, offset):  # `rows` hands out views of them
             array.flags.writeable = False
         return dataset, offset, shape.seq_len, shape.packing == "documents"
@@ -282,7 +281,7 @@ class Plan:
         Raises:
             IndexError: the plan has no such step.
         """
-        shape = self._find(step)[0].shape
+        shape = self.shape_at(step)
         return shape.batch_size, shape.seq_len
 
     def tokens(self, step: int) -> int:
@@ -337,7 +336,7 @@ class Plan:
         Raises:
             IndexError: the plan has no such step.
         """
-        return self.segment(step).shape
+        return self._find(step)[0].shape
 
     def datasets_from(self, step: int) -> set[str]:
         """The names of the data sets that `step` and those after it may read."""
@@ -354,13 +353,8 @@ class Plan:
     def state(self, step: int) -> dict[str, Any]:
         """The state in a checkpoint from which the plan continues: a few numbers per phase and shard, of any size."""
         amendments = [amendment.state() for amendment in self.amendments]
-        return {
-            "step": step,
-            "seed": self.seed,
-            "max_passes": self.max_passes,
-            "amendments": amendments,
-            "order": self.order,
-        }
+        own = {"step": step, "seed": self.seed, "max_passes": self.max_passes}
+        return own | {"amendments": amendments, "order": self.order}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Plan":

@@ -19,8 +19,7 @@ from typing import Literal
 import numpy as np
 
 from roxxel_dist.curriculum.mixture import Mixture, cumulative_weights, quota
-from roxxel_dist.curriculum.permutation import Permutation
-from roxxel_dist.curriculum.spread import SpreadOrder
+from roxxel_dist.curriculum.permutation import Permutation, SpreadOrder
 from roxxel_dist.data.units import SPREAD, Units
 from roxxel_dist.process.exit_codes import UserError
 

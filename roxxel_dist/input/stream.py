@@ -14,10 +14,10 @@ import numpy as np
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import ENDLESS, Rows
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.data.dataset import Roxxel, locate_token
-from roxxel_dist.data.packing import Packed
-from roxxel_dist.data.remote.ahead import FetchAhead, Windows
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.packing import Packed, locate_token
 from roxxel_dist.data.verify import DamagedData, VerifiedBlocks
+from roxxel_dist.input.ahead import FetchAhead, Windows
 from roxxel_dist.process.exit_codes import UserError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import pytest
 from runs import make, rows, saved, train
 
 from roxxel_dist import Roxxel
-from roxxel_dist.data.dataset import locate_token
+from roxxel_dist.data.packing import locate_token
 from roxxel_dist.data.verify import DamagedData
 
 

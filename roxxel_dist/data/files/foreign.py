@@ -28,10 +28,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from roxxel_dist.data.files.format import DTYPES, Metadata
+from roxxel_dist.data.files.format import DTYPES, Metadata, storage_dtype
 from roxxel_dist.data.files.magic import refuse_known, wider_dtype
 from roxxel_dist.data.files.reader import map_files
-from roxxel_dist.data.files.token_types import storage_dtype
 from roxxel_dist.process.exit_codes import UserError
 
 OLD_MAGIC = b"ROXXEL02"

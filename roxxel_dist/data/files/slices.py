@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from roxxel_dist.data.files.foreign import NPY_MAGIC, OLD_MAGIC, OTHER_DTYPE, ForeignFile, last_bytes, open_foreign
-from roxxel_dist.data.files.format import MAGIC
+from roxxel_dist.data.files.format import MAGIC, storage_dtype
 from roxxel_dist.data.files.magic import refuse_known
 from roxxel_dist.data.files.reader import map_files, read_tokens
 from roxxel_dist.data.files.shard import Shard
-from roxxel_dist.data.files.token_types import storage_dtype
 from roxxel_dist.process.exit_codes import UserError
 
 READ_TOKENS = 1 << 19
