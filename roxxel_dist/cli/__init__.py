@@ -198,7 +198,7 @@ COMMANDS = {
     "generate": "roxxel_dist.cli.models:generate",
     "merge": "roxxel_dist.cli.models:merge",
     "export": "roxxel_dist.cli.models:export",
-    "verify": "roxxel_dist.cli.verify:verify",
+    "verify": "roxxel_dist.cli.audit:verify",
     "audit": "roxxel_dist.cli.audit:audit",
     "check-layouts": "roxxel_dist.cli.audit:check_layouts",
     "compare": "roxxel_dist.cli.audit:compare",

@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cli.words.flags import Positional
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.job.program import flags_in
 from roxxel_dist.process.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.settings.usage_errors import usage_errors

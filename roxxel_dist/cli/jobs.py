@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from roxxel_dist.cli.words.flags import Positional, Short
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.flags import Positional, Short
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.jobs import queued, tail

@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from roxxel_dist.cli.words.arguments import ConfigArgs, TrainArgs, parse_config
-from roxxel_dist.cli.words.parser import HELP
+from roxxel_dist.cli.arguments import ConfigArgs, TrainArgs, parse_config
+from roxxel_dist.cli.parser import HELP
 from roxxel_dist.data.files.discovery import absolute, check_local
 from roxxel_dist.launcher.job.program import flags_in, split_flags
 from roxxel_dist.launcher.output.console import info

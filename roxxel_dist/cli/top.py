@@ -5,8 +5,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from roxxel_dist.cli.words.flags import Positional
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 

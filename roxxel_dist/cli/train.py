@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
-from roxxel_dist.cli.words.arguments import (
+from roxxel_dist.cli.arguments import (
     ConfigArgs,
     check_new_run,
     check_training,
@@ -17,8 +17,8 @@ from roxxel_dist.cli.words.arguments import (
     parse_train,
     steps_to_skip,
 )
-from roxxel_dist.cli.words.flags import Positional
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError

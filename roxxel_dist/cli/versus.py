@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from roxxel_dist.cli.words.arguments import check_new_run
-from roxxel_dist.cli.words.flags import Positional
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.arguments import check_new_run
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import local_run

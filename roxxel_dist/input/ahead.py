@@ -11,14 +11,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from roxxel_dist.data.remote.fetch import Fetcher
 from roxxel_dist.data.verify import DamagedData, VerifiedBlocks
-from roxxel_dist.input.stream import Stream
 from roxxel_dist.objects.errors import StoreError
+
+if TYPE_CHECKING:
+    from roxxel_dist.input.stream import Stream
 
 SPAN_BYTES = 32 << 20
 """Bytes of windows that are fetched in one span."""
@@ -148,7 +150,7 @@ class Verification:
         self._problem: BaseException | None = None
         self._reached, self._verified, self._wake = 0, 1 << 62, 1 << 62
 
-    def follow(self, stream: Stream, last_step: int) -> None:
+    def follow(self, stream: "Stream", last_step: int) -> None:
         """From now on verify what a stream reads up to `last_step`; what was followed before is left."""
         self.close()
         if self.blocks is None:
@@ -200,7 +202,7 @@ class Verification:
             self._thread = None
         self._verified = 1 << 62
 
-    def _run(self, stream: Stream, blocks: VerifiedBlocks, last_step: int) -> None:
+    def _run(self, stream: "Stream", blocks: VerifiedBlocks, last_step: int) -> None:
         step, count = self._verified, 1  # few at first: the first step is about to begin
         while step < last_step:
             rows, length = stream.plan.shape(step)
@@ -216,7 +218,7 @@ class Verification:
             if self._problem is not None:
                 return
 
-    def _verify(self, stream: Stream, blocks: VerifiedBlocks, first: int, stop: int) -> int:
+    def _verify(self, stream: "Stream", blocks: VerifiedBlocks, first: int, stop: int) -> int:
         """Verify some steps, and note how far it came."""
         problem: BaseException | None = None
         try:

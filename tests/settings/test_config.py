@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from roxxel_dist import Config
-from roxxel_dist.cli.words.arguments import parse_train
+from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.process.durable import FormatError
 from roxxel_dist.process.exit_codes import UserError

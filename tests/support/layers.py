@@ -31,7 +31,6 @@ RANKS = [
 # Inside a room likewise; FRONT are the files that lie in it and in none of its rooms.
 FRONT = ""
 INNER = {
-    "cli": [FRONT, "words"],
     "view": ["web", FRONT],
     "sweep": ["driver", FRONT, "trial", "report", "samplers", "study", "space"],
     "run": ["estimate", FRONT],

@@ -103,7 +103,7 @@ def test_there_is_no_circle():
         named(path): {module for _, module in imported(path) if (named(path), module) not in EXCEPTIONS} - {named(path)}
         for path in FILES
     }
-    assert graph["roxxel_dist.cli.launch"] > {"roxxel_dist.cli.words.arguments", "roxxel_dist.launcher.backends"}
+    assert graph["roxxel_dist.cli.launch"] > {"roxxel_dist.cli.arguments", "roxxel_dist.launcher.backends"}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
-from roxxel_dist.cli.words.parser import build, read
+from roxxel_dist.cli.parser import build, read
 from roxxel_dist.place.directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.process.exit_codes import UserError, attempt_number

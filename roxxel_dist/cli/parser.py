@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from roxxel_dist.cli.words.flags import OPTIONS, Flag, flags_of
+from roxxel_dist.cli.flags import OPTIONS, Flag, flags_of
 from roxxel_dist.launcher.job.program import flags_in, split_flags
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.values import as_choice
