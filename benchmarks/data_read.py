@@ -28,8 +28,8 @@ from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verify import VerifiedBlocks, find_damage
-from roxxel_dist.input.ahead import STEPS_AT_ONCE
 from roxxel_dist.input.stream import Stream
+from roxxel_dist.input.verify_ahead import STEPS_AT_ONCE
 from roxxel_dist.utils.display import ProgressBars
 
 TOKENS, SHARDS, VOCABULARY = 1 << 27, 8, 50_257

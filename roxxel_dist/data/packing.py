@@ -1,4 +1,4 @@
-"""The document of each token: in rows of several documents, so that attention can stay within one, and on disk.
+"""Rows of several documents: the document of each token, so that attention can stay within a document.
 
 In each row the documents are numbered from 0 in order (`segments`), and the tokens of each are counted from 0
 (`positions`). If a row begins inside a document, positions count from the start of the row. A separator belongs to the
@@ -6,18 +6,12 @@ document that it ends. A file without document ends is one document.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from roxxel_dist.data.files.slices import TokenFile
-from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.process.exit_codes import UserError
-
-if TYPE_CHECKING:
-    from roxxel_dist.data.dataset import Roxxel
 
 
 class Packed(NamedTuple):
@@ -74,31 +68,3 @@ def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarr
     if (last < first).any() or (last >= len(ends)).any() or ((position < 1) | (position >= length)).any():
         raise UserError(f"{file.path}: the document ends are damaged. Write the file again from its source")
     return window, position
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLocation:
-    """The location of one token."""
-
-    path: Path | ObjectUrl
-    """The shard."""
-    document: int
-    """The number of its document in that shard, from 0."""
-    position: int
-    """Tokens of the document before it."""
-
-
-def locate_token(dataset: "Roxxel", offset: int) -> TokenLocation:
-    """The location of token `offset`, counted from the data set's start over all shards.
-
-    Raises:
-        ValueError: the data set has no such token.
-    """
-    number = int(dataset.first_tokens.searchsorted(offset, side="right")) - 1
-    last = int(dataset.first_tokens[-1]) + len(dataset.shards[-1].tokens) - 1
-    if not 0 <= offset <= last:
-        raise UserError(f"token {offset}: the data set has tokens 0 to {last}")
-    shard, inside = dataset.shards[number], offset - int(dataset.first_tokens[number])
-    document = int(shard.document_ends.searchsorted(inside, side="right"))
-    start = int(shard.document_ends[document - 1]) if document else 0
-    return TokenLocation(path=shard.path, document=document, position=inside - start)

@@ -23,13 +23,11 @@ from roxxel_dist.data.files.format import (
     block_count,
     chain_of,
     check_range,
-    checksum,
-    npy_header,
 )
-from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard, check_ends, describe_damage
+from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard, describe_damage
 from roxxel_dist.data.files.slices import TokenFile
 from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.data.remote.index import INDEX, ShardEntry, digests, unpack
+from roxxel_dist.data.remote.index import INDEX, ShardEntry, digests, read_bytes, read_tables, unpack
 from roxxel_dist.data.remote.open import find_shards
 from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError
@@ -223,7 +221,6 @@ class VerifiedBlocks:
 
 
 PIECE_BYTES = 1 << 24
-REQUEST_BYTES = 1 << 20
 
 
 def verify_objects(url: str, progress: ProgressBars, config: RemoteConfig | None = None) -> tuple[list[str], str]:
@@ -266,25 +263,14 @@ def _verify(store: ObjectStore, entry: ShardEntry, layout: ShardLayout, where: O
     """Verify one shard; yields the number of bytes read. Raises ValueError for damage."""
     cure, size = "Copy the object again from its source", layout.metadata.tokens * layout.dtype.itemsize
     blocks = block_count(size, layout.block_size)
-    if store.read_range(entry.name, 0, HEADER_BYTES, etag=entry.etag) != npy_header(
-        layout.dtype, layout.metadata.tokens
-    ):
-        raise UserError(f"{where}: the .npy header is damaged: it does not agree with the footer. {cure}")
-    tables = b"".join(_read(store, entry, layout.ends_offset, layout.meta_offset))
-    sums = np.frombuffer(tables, "<u8", blocks, layout.sums_offset - layout.ends_offset)
-    ends = np.frombuffer(tables, "<i8", layout.metadata.documents)
-    if checksum(sums.data) != layout.sums_checksum:
-        raise UserError(f"{where}: the table of checksums is damaged. {cure}")
-    if checksum(ends.data) != layout.ends_checksum:
-        raise UserError(f"{where}: the document ends are damaged. {cure}")
-    check_ends(where, ends, layout.metadata.tokens)
-    yield HEADER_BYTES + len(tables)
+    ends, sums = read_tables(store, entry, layout)
+    yield HEADER_BYTES + ends.nbytes + sums.nbytes
     damaged: list[int] = []
     step = max(1, PIECE_BYTES // layout.block_size)
     for first in range(0, blocks, step):
         stop = min(first + step, blocks)
         low, high = first * layout.block_size, min(stop * layout.block_size, size)
-        data = b"".join(_read(store, entry, HEADER_BYTES + low, HEADER_BYTES + high))
+        data = read_bytes(store, entry, HEADER_BYTES + low, HEADER_BYTES + high)
         damaged += (first + np.flatnonzero(digests(data, layout.block_size) != sums[first:stop])).tolist()
         yield len(data)
     if damaged:
@@ -293,11 +279,6 @@ def _verify(store: ObjectStore, entry: ShardEntry, layout: ShardLayout, where: O
     between = HEADER_BYTES + size
     if between < layout.ends_offset and any(store.read_range(entry.name, between, layout.ends_offset)):
         raise UserError(f"{where}: the bytes between tokens and document ends are not zero. {cure}")
-
-
-def _read(store: ObjectStore, entry: ShardEntry, start: int, stop: int) -> list[bytes]:
-    spans = [(at, min(at + REQUEST_BYTES, stop)) for at in range(start, stop, REQUEST_BYTES)]
-    return store.read_ranges(entry.name, spans, etag=entry.etag)
 
 
 def _compare_index(store: ObjectStore, entries: Sequence[ShardEntry]) -> list[str]:

@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.sweep_file import Sweep
@@ -36,29 +36,6 @@ class Verdict:
 
     kind: Literal["stop", "pause"]
     reason: str
-
-
-class Scheduler(Protocol):
-    """Decides which trials get the next steps."""
-
-    name: str
-    """As in `early_terminate.type`."""
-
-    def note(self, history: History, trial: int, step: int) -> None:
-        """Note that a trial has reported for a step, or that the journal has a trial with reports up to it."""
-        ...
-
-    def judge(self, history: History, trial: int) -> Mapping[int, Verdict]:
-        """Which running trials are to stop or to pause, now that this one has reported."""
-        ...
-
-    def choose(self, history: History, *, can_ask: bool) -> tuple[int, str] | None:
-        """The paused trial that goes on now, with the reason; None: a new one, or none where `can_ask` is false."""
-        ...
-
-    def estimate(self, history: History) -> Mapping[int, float]:
-        """Estimates of the results of unfinished trials, for the sampler."""
-        ...
 
 
 def as_far_behind(history: History) -> dict[int, float]:
@@ -139,7 +116,7 @@ class Hyperband:
         self._curves: dict[int, _Curve] = {}
 
     def note(self, history: History, trial: int, step: int) -> None:
-        """Note that a trial has reported for a step."""
+        """Note that a trial has reported for a step, or that the journal has a trial with reports up to it."""
         self.report(trial, history.trials[trial].reports, step)
 
     def judge(self, history: History, trial: int) -> dict[int, Verdict]:
@@ -148,7 +125,10 @@ class Hyperband:
         return {number: Verdict(kind="stop", reason=why) for number, why in self.trials_to_stop(running).items()}
 
     def choose(self, history: History, *, can_ask: bool) -> tuple[int, str] | None:
-        """A trial that was paused for a reason of others goes on before there are new ones."""
+        """The paused trial that goes on now, with the reason: one that others paused goes on before there are new ones.
+
+        None: a new one, or none where `can_ask` is false.
+        """
         return next(((number, "it was paused") for number in history.paused), None)
 
     def estimate(self, history: History) -> dict[int, float]:
@@ -257,6 +237,11 @@ class Asha:
         at = self._values_at(history, level)
         rank = sorted(at.values()).index(at[number]) + 1
         return f"{rank} of {len(at)} at report {self._rungs[level - 1]}, of which the best 1/{self._eta:g} go on"
+
+
+Scheduler = Hyperband | Asha
+"""It notes each report (`note`) and then judges the running trials (`judge`); it chooses the paused trial that goes on
+where a worker is free (`choose`), and estimates the results of unfinished ones for the sampler (`estimate`)."""
 
 
 def make_scheduler(sweep: Sweep) -> Scheduler | None:

@@ -16,7 +16,7 @@ from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_for_sh
 from roxxel_dist.cluster.distributed import is_primary, process_count
 from roxxel_dist.cluster.jax_private import note_unkept_programs
 from roxxel_dist.cluster.preemption import watching_for_stop
-from roxxel_dist.input.ahead import Verification
+from roxxel_dist.input.verify_ahead import Verification
 from roxxel_dist.train.log.choose import trackers_for
 from roxxel_dist.train.log.profiler import Profiler
 from roxxel_dist.train.metrics import DeferredMetrics, MetricsLogger

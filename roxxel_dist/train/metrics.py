@@ -17,7 +17,7 @@ from roxxel_dist.cluster.determinism import is_deterministic
 from roxxel_dist.cluster.distributed import process_count, process_index
 from roxxel_dist.cluster.mesh import device_type
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.input.ahead import Verification
+from roxxel_dist.input.verify_ahead import Verification
 from roxxel_dist.process.exit_codes import REACHED_ENV
 from roxxel_dist.train.log.base import LogQueue
 from roxxel_dist.train.position import Position

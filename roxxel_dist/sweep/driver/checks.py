@@ -106,7 +106,7 @@ def _change(names: list[str]) -> str:
 def _of_metric(sweep: Sweep, why: str) -> ValueError:
     if sweep.versus is not None:
         return UserError(f"{argument('metric', sweep.metric)}: {why}")
-    return UserError(f"metric.name: {why}") if sweep.locator is None else sweep.locator.error(["metric", "name"], why)
+    return sweep.locator.error(["metric", "name"], why)
 
 
 def metric_notes(run: SweepRun) -> list[str]:
@@ -244,14 +244,8 @@ def check_values(run: SweepRun) -> None:
             continue
         for place, value in _values(parameter.distribution):
             why = _wrong_type(name, value, parameter.distribution) or _refused(run, parameter, value)
-            if why is None:
-                continue
-            text = f"{parameter.name}: {why}"
-            raise (
-                UserError(text)
-                if run.sweep.locator is None
-                else run.sweep.locator.error([*parameter.place, *place], why)
-            )
+            if why is not None:
+                raise run.sweep.locator.error([*parameter.place, *place], why)
 
 
 def _values(kind: Distribution) -> Iterator[tuple[list[str | int], Any]]:

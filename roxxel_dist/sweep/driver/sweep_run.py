@@ -15,7 +15,6 @@ from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.samplers import Engine, make
 from roxxel_dist.sweep.space.extras import SEED, SIDE, SIDES
-from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import Parameter, Params, Sweep
 from roxxel_dist.sweep.space.trial_phases import is_of_phases
 from roxxel_dist.sweep.space.values import as_text
@@ -172,7 +171,7 @@ class SweepRun:
     def _accept(self, params: Params) -> None:
         """Raises ValueError for parameters that no trial can be made of."""
         self.trial_config(params)
-        if isinstance(self.sweep.rules.budget, PassBudget):
+        if self.sweep.rules.budget is not None:
             self.sweep.rules.budget.check_plan(params)
 
     def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:

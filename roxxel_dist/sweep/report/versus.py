@@ -12,7 +12,7 @@ from roxxel_dist.run.report import Run
 from roxxel_dist.sweep.samplers.pairs import Comparison, Pair, looks, outcome, pairs_of
 from roxxel_dist.sweep.space.extras import SEED, SIDES
 from roxxel_dist.sweep.space.values import as_text
-from roxxel_dist.sweep.study.folder import LONGEST, Study, StudyDir, read_study
+from roxxel_dist.sweep.study.folder import Study, StudyDir, read_study, short
 from roxxel_dist.utils.display import aligned, counted
 
 
@@ -21,7 +21,7 @@ def versus_text(study: Study) -> str:
     assert study.sweep.versus is not None
     before = StudyDir(study.path).settings()
     versus, sweep = study.sweep.versus, study.sweep
-    changes = ", ".join(f"{name} {_cut(before.get(name))} -> {_cut(to)}" for name, to in versus.changes.items())
+    changes = ", ".join(f"{name} {short(before.get(name))} -> {short(to)}" for name, to in versus.changes.items())
     names = " against ".join(f"{side}, {versus.names[side]}" for side in SIDES)
     lines = [f"{study.name}: {names}; {sweep.goal} {sweep.metric}", f"from A to B: {changes}"]
     rows = [["pair", "seed", "A", "B", "A less B", f"mean, {versus.level:.0%} interval"]]
@@ -57,11 +57,6 @@ def versus_json(study: Study) -> dict[str, Any]:
     more = {"metric": study.sweep.metric, "names": dict(versus.names), "changes": dict(versus.changes), "each": each}
     found = outcome(study.history, versus)
     return found.as_json() | {"text": found.ending or found.text()} | more
-
-
-def _cut(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
 def _value(value: float | None) -> str:

@@ -4,7 +4,7 @@ import ast
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from simpleeval import DEFAULT_OPERATORS, EvalWithCompoundTypes, InvalidExpression, NameNotDefined
 
@@ -110,18 +110,6 @@ class InfeasibleError(UserError):
     """These parameters break a rule of the sweep: no trial is made of them. The message names the rule."""
 
 
-class Budget(Protocol):
-    """Limits on what a trial may read."""
-
-    def check(self, params: Mapping[str, Any], /) -> None:
-        """Raises InfeasibleError for the parameters of a trial that would read too much."""
-        ...
-
-    def moved(self, spaces: Any, shares: Any, params: Mapping[str, Any], /) -> Any:
-        """Shares moved by as little as the limits ask for; see `passes.PassBudget`."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The second file of a sweep."""
@@ -133,8 +121,8 @@ class Rules:
     """In an order in which each needs only earlier ones."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Of each trial, as Ray counts them: CPU (on each of its hosts), GPU (over all of them), and custom ones."""
-    budget: Budget | None = None
-    """Of passes over the data; None: no limit, or the data is not known."""
+    budget: Any = None
+    """A `passes.PassBudget`: of passes over the data; None: no limit, or the data is not known."""
 
     @property
     def restrict(self) -> bool:

@@ -81,7 +81,7 @@ class MixtureSpace:
         """The shares of a point of the cube, as a trial has them: float64[k] of float64[k - 1]."""
         shares = self.from_cube(np.asarray(point, float)[None])[0]
         if self.step is None:
-            return self._rounded(shares)
+            return rounded(shares, self.floors, self.caps)
         return self.lattice[int(((self.lattice - shares) ** 2).sum(1).argmin())]
 
     def from_cube(self, points: np.ndarray) -> np.ndarray:
@@ -135,10 +135,6 @@ class MixtureSpace:
         if count > LATTICE:
             raise UserError(f"step: {count:,} mixtures are multiples of {self.step:g}: {LATTICE:,} are the maximum")
         return np.array(_rows(spans, parts), float) / parts
-
-    def _rounded(self, shares: np.ndarray) -> np.ndarray:
-        """Shares of `DIGITS` decimals, between floors and caps, each 0 or at least `LEAST_SHARE`."""
-        return rounded(shares, self.floors, self.caps)
 
     @cached_property
     def _transform(self) -> "_Rosenblatt":

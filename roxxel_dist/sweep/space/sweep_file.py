@@ -72,7 +72,7 @@ class Sweep:
     """What is searched of the data: shares, and ends of phases."""
     versus: Versus | None = None
     """Of a study that compares two configurations: which, and when it ends."""
-    locator: "YamlLocator | None" = field(default=None, compare=False, repr=False)
+    locator: "YamlLocator" = field(default_factory=lambda: YamlLocator("sweep", {}), compare=False, repr=False)
     """Where in the file its keys stand."""
     names_metric: bool = field(default=False, compare=False)
     """Whether the file says what the metric is."""
@@ -174,7 +174,7 @@ def check_per_token(sweep: Sweep, names: Sequence[str]) -> None:
         f"token is, so that it does not compare the trials: write metric: {{name: {better}, goal: minimize{weights}}}, "
         f"which is per byte"
     )
-    raise UserError(why) if sweep.locator is None else sweep.locator.error(["metric", "name"], why)
+    raise sweep.locator.error(["metric", "name"], why)
 
 
 def _load(path: str | Path, *, strict: bool) -> tuple[Mapping[str, Any], YamlLocator]:
