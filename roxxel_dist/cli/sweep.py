@@ -58,7 +58,7 @@ def confirm(words: list[str]) -> int:
 
     from roxxel_dist.place.directory import CONFIG
     from roxxel_dist.sweep.report.confirmation import confirmation
-    from roxxel_dist.sweep.report.mixture import expected
+    from roxxel_dist.sweep.report.mixture import expected_confirmation
     from roxxel_dist.sweep.report.text import best_config
     from roxxel_dist.sweep.study.confirm import EXPECTED, FOLDER, Expected
     from roxxel_dist.sweep.study.folder import StudyDir, read_study
@@ -84,7 +84,7 @@ def confirm(words: list[str]) -> int:
                 if bucket is not None and study.done:
                     bucket.fetch_file(f"{study.run_dir(study.done[0]).relative_to(study.path).as_posix()}/{CONFIG}")
                 _, best = best_config(study, f"--confirm {factor}")
-                begun = expected(study, best, factor)
+                begun = expected_confirmation(study, best, factor)
             if "dry_run" not in flags:
                 begun.write(study.path)
                 if bucket is not None:
@@ -109,14 +109,14 @@ def _definition_to_confirm(study: Any, begun: Any, best: Any, folder: str) -> li
     """The flags of the sweep that trains what is expected, whose files are written into a folder."""
     import yaml
 
-    from roxxel_dist.sweep.study.confirm import lengthened
+    from roxxel_dist.sweep.study.confirm import lengthen_config
     from roxxel_dist.sweep.study.folder import DATA_PATH, StudyDir
 
     definition, base = Path(folder, "confirm.yaml"), Path(folder, "base.yaml")
     metric = yaml.safe_load((study.path / DEFINITION).read_text(encoding="utf-8")).get("metric")
     search = {"method": "grid", **({"metric": metric} if metric else {}), "parameters": begun.values}
     definition.write_text(yaml.safe_dump(search, sort_keys=False), encoding="utf-8")
-    lengthened(best, begun.factor).save_yaml(base)
+    lengthen_config(best, begun.factor).save_yaml(base)
     data = StudyDir(study.path).metadata(DATA_PATH)
     words = ["--sweep_config", str(definition), "--config", str(base)]
     return words if data is None else [*words, "--data_path", data]
@@ -217,7 +217,7 @@ def study_bucket(flags: Mapping[str, Any], held: ExitStack) -> Any:
 
 def _server(options: SweepOptions, config: Any, flags: set[str], project: str | None, *, is_new: bool) -> str | None:
     """The sweep of a W&B server that shall lead: its id, "" for a new one; None where the search is made here."""
-    from roxxel_dist.sweep.wandb_server import create_or_join, logged_in
+    from roxxel_dist.sweep.wandb_server import create_or_join, has_login
 
     if options.sweep_id is not None:
         if options.sweep_config is not None:
@@ -227,7 +227,7 @@ def _server(options: SweepOptions, config: Any, flags: set[str], project: str | 
         return ""
     if project is None or "wandb" in flags or not is_new:
         return None
-    if find_spec("wandb") is not None and logged_in():
+    if find_spec("wandb") is not None and has_login():
         info("W&B login found: its server chooses the trials (with --wandb offline, this machine does)")
         return ""
     info("no W&B login: this machine chooses the trials, and runs are written offline (`wandb sync` uploads them)")

@@ -123,12 +123,12 @@ def build(
         return Roxxel(out / inputs.splits[0])
     if bucket.is_whole and all(bucket.holds(split, inputs.record) for split in inputs.splits):
         log.line(f"{bucket.store.url} already holds this data set: nothing to do")
-        return bucket.opened(inputs.splits[0])
+        return bucket.open_split(inputs.splits[0])
     if not overwrite:
         bucket.check_free()
     with bucket.sending(log) as finished:
         _build(inputs, out, workers, True, log, finished)
-    return bucket.opened(inputs.splits[0])
+    return bucket.open_split(inputs.splits[0])
 
 
 def _build(

@@ -91,7 +91,7 @@ class ApartBuilder:
         for (name, _), count in zip(shape.weights, quota(mixture.cumulative, items), strict=True):
             source, cursor = self.sources[name], self.cursors[name]
             if cursor.seq_len != shape.seq_len:
-                cursor = cursor.settled(source)
+                cursor = cursor.without_windows(source)
             units = cursor.remaining.size - cursor.used
             read = PassesApart(source=source, cursor=cursor, units=units, seq_len=shape.seq_len, key=self.key)
             passes = read.passes_begun(count * shape.rows_per_item)

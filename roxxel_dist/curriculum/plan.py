@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roxxel_dist.curriculum.amend import Amendment, carried_over, check, check_added, cut_in_units
+from roxxel_dist.curriculum.amend import Amendment, carry_cursor, check, check_added, make_sources
 from roxxel_dist.curriculum.apart import ApartBuilder
 from roxxel_dist.curriculum.segments import Cursor, Key, Segment, SegmentBuilder, Shape, UnitSource
 from roxxel_dist.data.units import APART, SPREAD, Ranges
@@ -68,7 +68,7 @@ class Plan:
         if not isinstance(seed, int) or seed < 0:
             raise UserError(f"seed is {seed!r}: it must be a whole number of at least 0")
         self.order: int = order
-        sources = cut_in_units(datasets, phases, {}, order)
+        sources = make_sources(datasets, phases, {}, order)
         check(phases, sources)
         self._build(seed, max_passes, [Amendment(from_step=0, skip=0, shapes=tuple(phases), sources=sources)])
 
@@ -126,7 +126,7 @@ class Plan:
         if not amendment.is_fork:
             check_added(earlier, {name: source.units.ranges for name, source in amendment.sources.items()})
         return before | {
-            name: carried_over(before.get(name), earlier.get(name), source, key)
+            name: carry_cursor(before.get(name), earlier.get(name), source, key)
             for name, source in amendment.sources.items()
         }
 
@@ -185,7 +185,7 @@ class Plan:
             raise UserError(f"skip is {skip}: it must be 0 or more steps")
         shapes = tuple(phases) if phases is not None else last.shapes
         ranges = datasets or {name: source.units.ranges for name, source in last.sources.items()}
-        sources = cut_in_units(ranges, shapes, last.sources, self.order)
+        sources = make_sources(ranges, shapes, last.sources, self.order)
         check(shapes, sources)
         total = sum(shape.steps for shape in shapes)
         if total <= step:

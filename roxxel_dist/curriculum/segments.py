@@ -81,7 +81,7 @@ class RemainingUnits:
         """All of so many units."""
         return cls(size=units, order=_order(units, key, block), block=block)
 
-    def amended(self, used: int, units: tuple[int, int], key: Sequence[int]) -> "RemainingUnits":
+    def amend(self, used: int, units: tuple[int, int], key: Sequence[int]) -> "RemainingUnits":
         """What remains after `used` units were given out, and the units [units[0], units[1]) were added."""
         added, stop = units
         size = self.size - used + stop - added
@@ -148,7 +148,7 @@ class Cursor:
     seq_len: int = 0
     """Tokens of these windows."""
 
-    def settled(self, source: UnitSource) -> "Cursor":
+    def without_windows(self, source: UnitSource) -> "Cursor":
         """Without windows: the rest of a chunk that was begun is given up."""
         chunks = -(-self.windows // (source.chunk * (source.units.size // self.seq_len))) if self.windows else 0
         used = self.used + chunks * source.chunk

@@ -28,7 +28,7 @@ from roxxel_dist.sweep.trial.outcome import OURS, TRACEBACK, classify_exit, last
 from roxxel_dist.sweep.trial.process import Ranks, TrialTask, environment, prompt_reports
 from roxxel_dist.sweep.trial.program import command_of
 from roxxel_dist.sweep.trial.tail import WandbTail
-from roxxel_dist.sweep.trial.trial import Event, Objective, failed, follow, wait_until_free
+from roxxel_dist.sweep.trial.trial import Event, Objective, failure_event, follow, wait_until_free
 
 LOGIN = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 PROJECT = "roxxel-dist"
@@ -62,7 +62,7 @@ class ServerSampler:
         self._next = max(self._next, trial + 1)
 
 
-def logged_in() -> bool:
+def has_login() -> bool:
     """Whether W&B's client would find a login, without asking anybody for it."""
     if any(os.environ.get(name) for name in LOGIN):
         return True
@@ -171,7 +171,7 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
         kind, reason = classify_exit(code, agent.program_output, ours=False)
         if state == "silent" and kind != "lost":
             kind, reason = "lost", "its program ended without a word"
-        yield failed(task, kind, reason)
+        yield failure_event(task, kind, reason)
 
 
 def _ask_server(

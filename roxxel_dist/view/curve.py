@@ -118,7 +118,7 @@ def _merged(buckets: Sequence[Bucket], width: int) -> list[Bucket]:
     return merged
 
 
-def reduced(buckets: Sequence[Bucket], most: int) -> Sequence[Bucket]:
+def reduce_buckets(buckets: Sequence[Bucket], most: int) -> Sequence[Bucket]:
     """The curve in at most `most` buckets, each of them wider, for a smaller picture."""
     width = 1
     while len({bucket.begin // width for bucket in buckets}) > most:

@@ -24,7 +24,7 @@ from roxxel_dist.sweep.study.journal import History
 from roxxel_dist.utils.display import plain
 from roxxel_dist.view.bucket import BucketRunReader
 from roxxel_dist.view.run import RankRates, RankState, RunReader, RunState
-from roxxel_dist.view.tail import Tail, objects
+from roxxel_dist.view.tail import Tail, json_objects
 
 RUNS, STUDIES = Path("runs"), Path("studies")
 NOTHING = f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder"
@@ -63,7 +63,7 @@ class StudyReader:
 
     def read(self) -> StudyState:
         """The current state of the study."""
-        events = objects(self._journal.lines())
+        events = json_objects(self._journal.lines())
         if self._journal.restarted:
             self._study = replace(self._study, history=History())
         history = self._study.history
@@ -240,7 +240,7 @@ def is_active(state: State) -> bool:
     return state.state not in ("finished", "stopped", "done")
 
 
-def everything() -> list[Item]:
+def all_items() -> list[Item]:
     """The runs in `runs` and the studies in `studies`, then the runs of active jobs elsewhere.
 
     Raises ValueError if there are none.
@@ -254,13 +254,13 @@ def everything() -> list[Item]:
 
 
 def finder(names: Sequence[str]) -> Callable[[], list[Item]]:
-    """A function that returns `items_of` names, or `everything`: each call reads folders again, but buckets only once.
+    """A function that returns `items_of` names, or `all_items`: each call reads folders again, but buckets only once.
 
     Raises ValueError for an unknown name.
     """
     local = [name for name in names if bucket_url(name) is None]
     distant = [item for name in names if name not in local for item in _named(name)]
-    return lambda: [*distant, *(items_of(local) if local else [] if names else everything())]
+    return lambda: [*distant, *(items_of(local) if local else [] if names else all_items())]
 
 
 def _of_job(job: JobRecord) -> list[Item]:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.report.text import as_json, table, varied
+from roxxel_dist.sweep.report.text import as_json, table, varied_parameters
 from roxxel_dist.sweep.samplers import make
 from roxxel_dist.sweep.space.distributions import distribution
 from roxxel_dist.sweep.space.sweep_file import read_sweep, sweep_of
@@ -163,8 +163,8 @@ def test_a_report_shows_a_parameter_that_differs_by_its_type_alone(tmp_path: Pat
         for number, value in enumerate((1, True)):
             journal.append({"event": "ask", "trial": number, "params": {"x": value, "y": math.nan}, "point": []})
     sweep = sweep_of({"parameters": {"z": {"values": [1, 2]}}})
-    assert "x" in varied(Study(path=tmp_path, sweep=sweep, history=read_history(tmp_path)))
-    assert "y" not in varied(Study(path=tmp_path, sweep=sweep, history=read_history(tmp_path)))
+    assert "x" in varied_parameters(Study(path=tmp_path, sweep=sweep, history=read_history(tmp_path)))
+    assert "y" not in varied_parameters(Study(path=tmp_path, sweep=sweep, history=read_history(tmp_path)))
 
 
 def test_two_parameters_of_one_name() -> None:

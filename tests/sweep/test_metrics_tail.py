@@ -54,4 +54,4 @@ def test_a_mean_over_data_sets(rows: list[dict[str, float | None]], expected: li
     assert list(tail.losses) == [step for step, _ in expected]
     assert all(set(of_sets) == {"a", "b"} for of_sets in tail.losses.values())
     if not expected:
-        assert "and not val_loss/b: name those sets in `validation`" in tail.missing()
+        assert "and not val_loss/b: name those sets in `validation`" in tail.missing_message()

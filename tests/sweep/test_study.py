@@ -16,7 +16,14 @@ from roxxel_dist.process.file_lock import hold_folder
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.driver.live_view import LiveView
 from roxxel_dist.sweep.report.plots import draw, importances, limits, median_curve
-from roxxel_dist.sweep.report.text import as_json, parameter_columns, short_names, table, varied, write_best_config
+from roxxel_dist.sweep.report.text import (
+    as_json,
+    parameter_columns,
+    short_names,
+    table,
+    varied_parameters,
+    write_best_config,
+)
 from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.study.folder import Study, StudyDir, flat, read_study, short
@@ -238,7 +245,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 def test_parameters_that_all_share_are_not_shown(tmp_path):
     params = {"lr": {"min": 1e-4, "max": 1e-2}, "dim": {"value": 32}, "use_moe": {"value": True}}
     study = read_study(made_study(tmp_path, 4, parameters=params))
-    assert varied(study) == ["lr"]
+    assert varied_parameters(study) == ["lr"]
 
 
 def test_json_has_every_report(study):
@@ -283,7 +290,7 @@ def test_pictures_of_values_of_every_kind(tmp_path):
     """Null, texts, truth values, lists and nested names have curves as numbers have."""
     values, path = EVERY_KIND, every_kind(tmp_path / "study")
     study = read_study(path)
-    assert {*varied(study)} == {*values, "lr"}
+    assert {*varied_parameters(study)} == {*values, "lr"}
     with pytest.MonkeyPatch.context() as patch:
         labels = noted_labels(patch)
         pictures = draw(study, tmp_path / "report")

@@ -45,7 +45,7 @@ class WriteOptions:
         if self.vocab_size is not None:
             smallest_dtype(self.vocab_size)
 
-    def continuing(self, last: TokenFile) -> "WriteOptions":
+    def continue_from(self, last: TokenFile) -> "WriteOptions":
         """The same for data appended after `last`, which gives the missing options."""
         metadata = last.metadata
         existing = {
@@ -156,7 +156,7 @@ def _write(target: Target, items: Iterable[Any], options: WriteOptions, append: 
         after = None
         if append and existing:
             last = open_slices(existing, alone=not target.numbered)[-1].shard
-            options, after = options.continuing(last), last.metadata
+            options, after = options.continue_from(last), last.metadata
         if not write_shards(staged, target.name, items, options, after=after) and after is None:
             raise UserError(f"{target.folder / target.name(0)}: there were no items to write; nothing was changed")
         replaced = [] if append else [path.name for path in existing]

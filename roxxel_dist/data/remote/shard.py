@@ -170,7 +170,9 @@ class RemoteShard(Shard):
     """The `fetch.Fetcher` of its data set."""
 
     @classmethod
-    def opened(cls, url: ObjectUrl, entry: ShardEntry, layout: ShardLayout, number: int, fetcher: Any) -> "RemoteShard":
+    def of_entry(
+        cls, url: ObjectUrl, entry: ShardEntry, layout: ShardLayout, number: int, fetcher: Any
+    ) -> "RemoteShard":
         """The shard of an entry with this layout."""
         none: Any = np.empty(0, np.uint8)
         shard = cls(

@@ -119,7 +119,7 @@ class Controller:
             seed=self.options.sweep_seed,
             driver={"pid": os.getpid(), "host": socket.gethostname()},
         )
-        self._decided(self.decisions.pending())
+        self._decided(self.decisions.decide_pending())
         for trial in sorted(self._history.running.values(), key=lambda trial: trial.number):
             if trial.stop is not None:  # the controller before this one was killed before it wrote the result
                 self._write_stopped(trial.number, None)
@@ -216,7 +216,7 @@ class Controller:
         elif trial.reported(step) != value:  # a trial that is run again reports its earlier ones again
             of_sets = {"losses": losses} if losses else {}
             self._write("report", trial.number, step=step, value=value, **of_sets)
-            self._decided(self.decisions.reported(trial.number, step))
+            self._decided(self.decisions.decide_report(trial.number, step))
 
     def _decided(self, events: list[Event]) -> None:
         """Write which trials stop or pause, all in one piece, and ask their attempts to end.
@@ -257,7 +257,7 @@ class Controller:
             stopped=stopped,
             more=more,
         )
-        self._decided(self.decisions.ended(trial))
+        self._decided(self.decisions.decide_end(trial))
 
     def _write_stopped(self, trial: int, attempt: Attempt | None) -> None:
         """A trial that was stopped early has ended: its best report is its value."""
@@ -269,7 +269,7 @@ class Controller:
     def _write_failure(self, trial: int, kind: str, reason: str, log: str | None) -> None:
         params = self._history.trials[trial].params
         self._write("fail", trial, params=params, kind=kind, reason=reason, log=log)
-        self._decided(self.decisions.ended(trial))
+        self._decided(self.decisions.decide_end(trial))
 
     def _not_finite(self, attempt: Attempt, value: Any, where: str) -> None:
         self._write_failure(attempt.trial, "nan", f"{self.sweep.metric} was {value}{where}", None)
@@ -320,7 +320,7 @@ class Controller:
                 f"trial {attempt.trial} does not end, and its process cannot be killed: the sweep continues without it"
             )
             self._gone(attempt)
-        if line := self.executor.waiting(WAITS_S):
+        if line := self.executor.waiting_message(WAITS_S):
             self.log(line)
         failures = self._history.failures_in_row
         if failures >= self.options.max_failures and self._ending is None:

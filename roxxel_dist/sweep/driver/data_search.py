@@ -179,7 +179,7 @@ def changed_data(sweep: Sweep, first: Trial | None) -> list[str]:
     if not space.mixtures or first is None:
         return []
     shares = space.baselines[0]
-    natural = shares if budget is None else budget.moved(space.mixtures, shares, first.params)
+    natural = shares if budget is None else budget.feasible_shares(space.mixtures, shares, first.params)
     is_moved = any(np.any(share != own) for share, own in zip(shares, natural, strict=True))
     changed = [
         f"{name} {first.params[name]:.4g}, now {share:.4g}"

@@ -177,7 +177,7 @@ def _entry(one: Entry) -> dict[str, Any]:
 
 def mixtures_of(study: Study) -> Mixtures | None:
     """What a study found of its mixtures; None where it searches none."""
-    spaces = searched(study)
+    spaces = searched_mixtures(study)
     if not spaces or not study.done:
         return None
     best, parts = study.done[0], _parts(spaces)
@@ -217,7 +217,7 @@ def mixtures_of(study: Study) -> Mixtures | None:
     )
 
 
-def searched(study: Study) -> tuple[MixtureSpace, ...]:
+def searched_mixtures(study: Study) -> tuple[MixtureSpace, ...]:
     """The mixtures that `max_passes` allows; where the data is not here, all that the files of the study allow."""
     if not study.sweep.space.mixtures:
         return ()
@@ -229,9 +229,9 @@ def searched(study: Study) -> tuple[MixtureSpace, ...]:
     return study.sweep.space.mixtures
 
 
-def expected(study: Study, best: Config, factor: int) -> Expected:
+def expected_confirmation(study: Study, best: Config, factor: int) -> Expected:
     """What a confirmation of a study is to train, and what the law expects. Raises ValueError as `expected_of`."""
-    spaces = searched(study)
+    spaces = searched_mixtures(study)
     law = LawOfStudy.fit(study) if spaces else None
     gains: dict[str, Estimate] = {}
     if law is not None:
@@ -348,12 +348,12 @@ class _Material:
     @classmethod
     def of_study(cls, study: Study) -> "_Material":
         """That of a study; a trial has a value."""
-        from roxxel_dist.sweep.samplers.acquisition import diverged
+        from roxxel_dist.sweep.samplers.acquisition import is_diverged
         from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 
         found, space = set_losses(study.history, study.sweep).at_the_end(), study.sweep.space
         if len(found.trials):  # a loss that diverged says nothing of the law
-            found = found.where(~np.any([diverged(study.sweep.sign * each) for each in found.losses.T], axis=0))
+            found = found.where(~np.any([is_diverged(study.sweep.sign * each) for each in found.losses.T], axis=0))
         transform = SpaceTransform(study.sweep)
         trials = [*(study.history.trials[number] for number in found.trials.tolist()), study.done[0]]
         features = transform.encode(transform.rows([tuple(trial.point) for trial in trials]))

@@ -13,7 +13,7 @@ import numpy as np
 
 from roxxel_dist.place.directory import METRICS, SUMMARY, is_run
 from roxxel_dist.settings.config import load_yaml
-from roxxel_dist.sweep.report.text import varied
+from roxxel_dist.sweep.report.text import varied_parameters
 from roxxel_dist.sweep.space.distributions import is_number
 from roxxel_dist.sweep.study.folder import BASE, LEFT_OUT, Study, flat, short
 from roxxel_dist.sweep.study.journal import Trial
@@ -108,7 +108,7 @@ def draw(study: Study, folder: Path) -> list[Path]:
     metric, pictures = study.sweep.metric, []
     curves = [[(row.get("tokens", math.nan), row[metric]) for row in rows if metric in row] for rows in logs]
     params = [flat(trial.params) for trial in trials]
-    for name in varied(study):
+    for name in varied_parameters(study):
         values = {str(row[name]): row[name] for row in params if row.get(name, LEFT_OUT) is not LEFT_OUT}
         groups: dict[str, list[Curve]] = {
             value: [] for value in sorted(values, key=lambda key: _order(key, values[key]))

@@ -9,7 +9,7 @@ from typing import Any
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.directory import is_study
 from roxxel_dist.run.report import Run
-from roxxel_dist.sweep.samplers.pairs import Comparison, Pair, looks, outcome, pairs_of
+from roxxel_dist.sweep.samplers.pairs import Comparison, Pair, comparisons, outcome, pairs_of
 from roxxel_dist.sweep.space.extras import SEED, SIDES
 from roxxel_dist.sweep.space.values import as_text
 from roxxel_dist.sweep.study.folder import Study, StudyDir, read_study, short
@@ -42,7 +42,7 @@ def rows_of(study: Study) -> list[tuple[Pair, Comparison]]:
     """Each pair that counts, and what was known after it."""
     assert study.sweep.versus is not None
     pairs = pairs_of(study.history)
-    return list(zip(pairs, looks(pairs, study.sweep.versus, study.sweep.sign), strict=False))
+    return list(zip(pairs, comparisons(pairs, study.sweep.versus, study.sweep.sign), strict=False))
 
 
 def versus_json(study: Study) -> dict[str, Any]:

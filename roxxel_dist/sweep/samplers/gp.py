@@ -213,7 +213,7 @@ class GaussianProcess:
         variance = 1 / np.diag(self._inverse)
         return self._values - self._weights * variance, np.sqrt(variance)
 
-    def given(self, points: np.ndarray, values: np.ndarray) -> "GaussianProcess":
+    def condition_on(self, points: np.ndarray, values: np.ndarray) -> "GaussianProcess":
         """The process that is given more values, with the same scales: float64[m] at float64[m, d]."""
         return condition(np.r_[self._points, points], np.r_[self._values, values], self.theta)
 

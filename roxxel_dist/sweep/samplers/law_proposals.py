@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from roxxel_dist.sweep.samplers.acquisition import diverged
+from roxxel_dist.sweep.samplers.acquisition import is_diverged
 from roxxel_dist.sweep.samplers.base import Curve, SampledTrial, TrialHistory
 from roxxel_dist.sweep.samplers.gp import condition, fit_hyperparameters
 from roxxel_dist.sweep.samplers.law import FEWEST, Law, propose
@@ -56,7 +56,7 @@ class LawProposals:
         losses = at_the_end([one.curve for _, one in ended], self._names)
         known = np.asarray(np.isfinite(losses).all(1))
         for column in losses.T if known.any() else ():  # a loss that diverged says nothing of the law
-            known[known] &= ~diverged(column[known])
+            known[known] &= ~is_diverged(column[known])
         if known.sum() < len(self._names) + FEWEST:
             return []
         kept = [ended[index] for index in np.flatnonzero(known).tolist()]

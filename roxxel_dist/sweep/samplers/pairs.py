@@ -273,7 +273,7 @@ def last_value(trial: Trial) -> float | None:
     return trial.reports[-1][1] if trial.reports else trial.value
 
 
-def looks(pairs: Sequence[Pair], versus: Versus, sign: float) -> Iterator[Comparison]:
+def comparisons(pairs: Sequence[Pair], versus: Versus, sign: float) -> Iterator[Comparison]:
     """What is known after each pair, up to the end: later pairs, which ran at the same time, do not count."""
     for count in range(1, len(pairs) + 1):
         found = compare(pairs[:count], versus, sign)
@@ -284,5 +284,5 @@ def looks(pairs: Sequence[Pair], versus: Versus, sign: float) -> Iterator[Compar
 
 def outcome(history: History, versus: Versus) -> Comparison:
     """What a study says so far."""
-    *_, last = [compare([], versus, history.sign), *looks(pairs_of(history), versus, history.sign)]
+    *_, last = [compare([], versus, history.sign), *comparisons(pairs_of(history), versus, history.sign)]
     return last

@@ -9,7 +9,7 @@ from typing import Any
 from simpleeval import DEFAULT_OPERATORS, EvalWithCompoundTypes, InvalidExpression, NameNotDefined
 
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.space.values import kept
+from roxxel_dist.sweep.space.values import check_value
 
 LONGEST, MOST = 2000, 200
 """Characters and syntax nodes of a formula."""
@@ -161,7 +161,7 @@ class Rules:
 def _kept(formula: Expression, value: Any) -> Any:
     """The value of a derived parameter, with lists for tuples. Raises InfeasibleError where it cannot be kept."""
     try:
-        return kept(list(value) if isinstance(value, tuple) else value)
+        return check_value(list(value) if isinstance(value, tuple) else value)
     except UserError as error:
         raise InfeasibleError(f"{formula.text!r}: {error}") from None
 

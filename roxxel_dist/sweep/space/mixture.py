@@ -81,7 +81,7 @@ class MixtureSpace:
         """The shares of a point of the cube, as a trial has them: float64[k] of float64[k - 1]."""
         shares = self.from_cube(np.asarray(point, float)[None])[0]
         if self.step is None:
-            return rounded(shares, self.floors, self.caps)
+            return round_shares(shares, self.floors, self.caps)
         return self.lattice[int(((self.lattice - shares) ** 2).sum(1).argmin())]
 
     def from_cube(self, points: np.ndarray) -> np.ndarray:
@@ -180,8 +180,8 @@ def mixture_space(
         names=tuple(names),
         floors=low,
         caps=high,
-        natural=rounded(nearest_by_kl(sizes, low, high), low, high),
-        uniform=rounded(nearest_by_kl(even, low, high), low, high),
+        natural=round_shares(nearest_by_kl(sizes, low, high), low, high),
+        uniform=round_shares(nearest_by_kl(even, low, high), low, high),
         step=step,
     )
     if step is not None:
@@ -203,7 +203,7 @@ def nearest_by_kl(shares: np.ndarray, floors: np.ndarray, caps: np.ndarray) -> n
     return np.clip(high * shares, floors, caps)
 
 
-def rounded(shares: np.ndarray, floors: np.ndarray, caps: np.ndarray) -> np.ndarray:
+def round_shares(shares: np.ndarray, floors: np.ndarray, caps: np.ndarray) -> np.ndarray:
     """Shares of `DIGITS` decimals that sum to 1 between floors and caps, each 0 or at least `LEAST_SHARE`."""
     low, high = np.ceil(floors * UNIT - 1e-4).astype(int), np.floor(caps * UNIT + 1e-4).astype(int)
     units = np.clip(np.round(shares * UNIT).astype(int), low, high)

@@ -27,7 +27,7 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.curriculum import open_data_sets
 from roxxel_dist.sweep.space.constraints import InfeasibleError
 from roxxel_dist.sweep.space.extras import END, SHARE, DataExtras, MixtureSpec
-from roxxel_dist.sweep.space.mixture import MixtureSpace, rounded
+from roxxel_dist.sweep.space.mixture import MixtureSpace, round_shares
 from roxxel_dist.sweep.space.trial_phases import phases_of_trial
 
 ROUNDING = 1e-9
@@ -269,7 +269,7 @@ class PassBudget:
 
     # -- the baselines
 
-    def moved(
+    def feasible_shares(
         self, spaces: Sequence[MixtureSpace], shares: Sequence[np.ndarray], params: Mapping[str, Any]
     ) -> tuple[np.ndarray, ...]:
         """Shares moved by as little as the limits ask for, at the ends of phases among the parameters of a trial.
@@ -319,7 +319,7 @@ class PassBudget:
             kl, wanted, jac=True, method="SLSQP", bounds=bounds, constraints=[sums, {"type": "ineq", "fun": left}]
         )
         parts = np.split(found.x, cuts)
-        return tuple(rounded(part, space.floors, space.caps) for part, space in zip(parts, spaces, strict=True))
+        return tuple(round_shares(part, space.floors, space.caps) for part, space in zip(parts, spaces, strict=True))
 
 
 def _ramp(phase: Mapping[str, Any]) -> list[Phase]:

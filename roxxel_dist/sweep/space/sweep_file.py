@@ -17,7 +17,7 @@ from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rul
 from roxxel_dist.sweep.space.distributions import distribution
 from roxxel_dist.sweep.space.extras import DataExtras, Versus, data_extras
 from roxxel_dist.sweep.space.space import Parameter, Params, Space
-from roxxel_dist.sweep.space.values import kept
+from roxxel_dist.sweep.space.values import check_value
 
 if TYPE_CHECKING:
     from roxxel_dist.sweep.space.passes import PassBudget
@@ -350,7 +350,7 @@ def _place_of(spec: Mapping[str, Any]) -> list[str | int]:
     values = spec.get("values")
     for number, value in enumerate(values if isinstance(values, list) else ()):
         try:
-            kept(value)
+            check_value(value)
         except UserError:
             return ["values", number]
     return []

@@ -19,7 +19,7 @@ from typing import Any
 from roxxel_dist.place.directory import METRICS, SUMMARY
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.distributions import is_finite, is_number
-from roxxel_dist.sweep.space.values import shown
+from roxxel_dist.sweep.space.values import excerpt
 from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
 
 Report = tuple[int, float]
@@ -95,7 +95,7 @@ class MetricsTail:
         """Why the run has no value that can be relied on; None where it may have one."""
         return None
 
-    def missing(self) -> str:
+    def missing_message(self) -> str:
         """What the run logged instead of the metric, and what to change."""
         logged = f"it logged {', '.join(sorted(self.names))}" if self.names else "it logged nothing"
         if absent := sorted(self._weights.keys() - self.names):
@@ -170,13 +170,13 @@ class WandbFile:
             record = Record.FromString(data)
             kind = record.WhichOneof("record_type")
             if kind == "history":
-                row = flattened(record.history.item)
+                row = flatten_items(record.history.item)
                 self._step = int(row.get("_step", max(record.history.step.num, self._step)))
                 yield self._step, row
             elif kind == "run" and self.run_id is None:
-                self.run_id, self.config = record.run.run_id, flattened(record.run.config.update)
+                self.run_id, self.config = record.run.run_id, flatten_items(record.run.config.update)
             elif kind == "summary":
-                self.summary |= flattened(record.summary.update)
+                self.summary |= flatten_items(record.summary.update)
             elif kind == "exit":
                 self.exit_code = record.exit.exit_code
 
@@ -209,7 +209,7 @@ class WandbFile:
                     yield record
 
 
-def flattened(items: Any) -> dict[str, Any]:
+def flatten_items(items: Any) -> dict[str, Any]:
     """Names and values of a record's items; what is nested has names with points between, and its own name too."""
     values: dict[str, Any] = {}
     for item in items:
@@ -304,7 +304,7 @@ class WandbTail(MetricsTail):
         """The metric among what was logged; None where it is not there, or no number."""
         found = values.get(self._metric)
         if (value := _number(found)) is None and found is not None:
-            self._unusable = f"{shown(found)}, {KINDS.get(type(found), type(found).__name__)}"
+            self._unusable = f"{excerpt(found)}, {KINDS.get(type(found), type(found).__name__)}"
         return value
 
     @property
@@ -318,12 +318,12 @@ class WandbTail(MetricsTail):
                 )
         return None
 
-    def missing(self) -> str:
+    def missing_message(self) -> str:
         """As `MetricsTail.missing`."""
         if self._unusable is not None:
             return f"it logged {self._metric!r} as {self._unusable}: log a number"
         if self._runs():
-            return super().missing()
+            return super().missing_message()
         if self._other_ranks:
             ranks = ", ".join(map(str, sorted(self._other_ranks)))
             return f"only rank {ranks} called wandb.init: call it, and log {self._metric!r}, on rank 0"

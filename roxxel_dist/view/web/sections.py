@@ -20,9 +20,9 @@ from roxxel_dist.sweep.study.folder import Study, flat
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.utils.display import plain
-from roxxel_dist.view.curve import Bucket, curve_of, reduced
+from roxxel_dist.view.curve import Bucket, curve_of, reduce_buckets
 from roxxel_dist.view.items import JobState, State, StudyState
-from roxxel_dist.view.run import RankState, RunState, changed, worst
+from roxxel_dist.view.run import RankState, RunState, modified_time, worst_ranks
 
 LISTED = ("train_loss", "val_loss", "tokens")
 """The curves of a run in a list."""
@@ -84,7 +84,7 @@ def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
     )
     for metric, buckets in {**dict.fromkeys(run.gaps, ()), **run.buckets}.items():
         if not brief or metric in LISTED:
-            yield f"curve/{metric}", columns(reduced(buckets, LISTED_BUCKETS if brief else OPEN_BUCKETS))
+            yield f"curve/{metric}", columns(reduce_buckets(buckets, LISTED_BUCKETS if brief else OPEN_BUCKETS))
     yield "gaps", {metric: gaps for metric, gaps in run.gaps.items() if not brief or metric in LISTED}
     if brief:
         return
@@ -96,7 +96,7 @@ def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
     yield "time", {"kinds": SPENT, "spent": run.spent, "goodput": run.goodput}
     tier = "disk" if bucket_url(run.name) is None else "bucket"
     yield "checkpoints", {"tier": tier, "checkpoints": [dataclasses.asdict(one) for one in run.checkpoints]}
-    yield "config", _config(run.path, changed(Path(run.path, CONFIG)))
+    yield "config", _config(run.path, modified_time(Path(run.path, CONFIG)))
 
 
 @lru_cache(maxsize=64)
@@ -156,7 +156,7 @@ def _trial(study: Study, trial: Trial) -> dict[str, Any]:
         "number": trial.number, "state": STATES[study.state_of(trial)], "value": trial.value, "seconds": trial.seconds,
         "attempts": trial.attempts, "node": trial.node, "params": _params(trial), "began": trial.began,
         "why": f"{stop['rule']} at step {stop['step']}" if stop else trial.reason,
-        "reports": columns(reduced(curve_of(trial.reports), LISTED_BUCKETS)),
+        "reports": columns(reduce_buckets(curve_of(trial.reports), LISTED_BUCKETS)),
     }  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def _job(state: JobState, brief: bool) -> Iterator[tuple[str, Any]]:
 
 def _ranks(ranks: Sequence[RankState], restarts: Sequence[Restart]) -> dict[str, Any]:
     return {
-        "ranks": [dataclasses.asdict(rank) for rank in worst(ranks, MOST_RANKS)],
+        "ranks": [dataclasses.asdict(rank) for rank in worst_ranks(ranks, MOST_RANKS)],
         "more": max(0, len(ranks) - MOST_RANKS),
         "restarts": [dataclasses.asdict(restart) for restart in restarts],
     }
