@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
 from roxxel_dist.cli.parser import build, read
+from roxxel_dist.data.files.discovery import check_local
 from roxxel_dist.place.directory import CONFIG, check_still_there, default_run_dir
-from roxxel_dist.place.run_place import local_run
+from roxxel_dist.place.run_place import bucket_url, local_run
 from roxxel_dist.process.exit_codes import UserError, attempt_number
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.effect import check_effect, chosen, without_effect
@@ -70,6 +71,8 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         _check_branch(given)
         given.setdefault("lr_schedule", "wsd")
     run = given.get("run_dir") or default_run_dir()
+    if bucket_url(run) is None:
+        check_local("--run_dir", run)
     runs: list[Path] = []
     if "resume" in given or attempt_number():
         runs.append(local_run(run, given.get("local_dir"), read_only=False))

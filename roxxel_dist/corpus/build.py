@@ -93,6 +93,8 @@ def build(
     """
     for path in (paths,) if isinstance(paths, (str, os.PathLike)) else paths:
         check_local("a path of the data", path)
+    if not names_objects(out):
+        check_local("out", out)
     log, bucket = ProgressBars(progress), BucketOut.open(out, remote or RemoteConfig()) if names_objects(out) else None
     out = Path(out) if bucket is None else bucket.folder
     sources = check_settings(

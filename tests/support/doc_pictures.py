@@ -21,7 +21,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.items import items_of, read
+from roxxel_dist.view.items import all_items, items_of, read
 from roxxel_dist.view.web.server import Feed, PageServer
 
 ROOT = Path(__file__).parents[2]
