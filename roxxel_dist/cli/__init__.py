@@ -160,25 +160,10 @@ def launch_group(words: list[str]) -> int:
 
 
 HELP = frozenset({"-h", "--help", "help"})
-COMPUTE = frozenset(
-    {
-        "demo",
-        "batch",
-        "train",
-        "find-lr",
-        "plan",
-        "eval",
-        "generate",
-        "merge",
-        "export",
-        "verify",
-        "audit",
-        "check-layouts",
-        "compare",
-        "sweep",
-        "versus",
-    }
-)
+COMPUTE = frozenset({
+    "demo", "batch", "train", "find-lr", "plan", "eval", "generate", "merge", "export", "verify", "audit",
+    "check-layouts", "compare", "sweep", "versus",
+})  # fmt: skip
 """Commands that import jax or flax, or start processes that do."""
 ANYWHERE = frozenset({"ps", "logs", "attach", "stop", "join", "leave", "completion"})
 """Commands that need no working directory."""

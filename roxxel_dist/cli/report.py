@@ -1,6 +1,7 @@
 """The command that lays runs side by side, or the trials of a study."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -137,8 +138,6 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
 
 
 def _print_json(whole: dict[str, Any]) -> None:
-    import json
-
     print(json.dumps(plain(whole), indent=2))
 
 

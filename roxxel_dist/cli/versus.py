@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -87,8 +88,6 @@ def versus(words: list[str]) -> int:
             held.enter_context(contextlib.redirect_stdout(sys.stderr))
         study, code = _run(args, held)
     if args.json:
-        import json
-
         from roxxel_dist.sweep.report.versus import versus_json
         from roxxel_dist.utils.display import plain
 
@@ -267,15 +266,13 @@ def _phases(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _write(folder: Path, args: VersusArgs, sides: _Sides) -> tuple[str, str]:
     """(the file of the sweep that trains the pairs, its second file), written into a folder."""
-    import yaml
+    from roxxel_dist.cli.sweep import write_yaml
 
     found = Versus(changes=sides.changes, names=sides.names, level=args.level, smallest=args.smallest)
     metric = {"name": args.metric, "goal": "maximize" if args.maximize else "minimize"}
     sweep = {"method": "grid", "metric": metric, "parameters": Versus.parameters(sides.a.seed)}
-    files = folder / "versus.yaml", folder / "extras.yaml"
-    for file, content in zip(files, (sweep, {"versus": dataclasses.asdict(found)}), strict=True):
-        file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    return str(files[0]), str(files[1])
+    extras = {"versus": dataclasses.asdict(found)}
+    return write_yaml(folder, "versus.yaml", sweep), write_yaml(folder, "extras.yaml", extras)
 
 
 def _check_same(args: VersusArgs, files: Any, sides: _Sides | None) -> None:

@@ -14,17 +14,8 @@ from roxxel_dist.sweep.space.values import check_value
 LONGEST, MOST = 2000, 200
 """Characters and syntax nodes of a formula."""
 EXPRESSIONS = (
-    ast.Name,
-    ast.Constant,
-    ast.List,
-    ast.Tuple,
-    ast.Call,
-    ast.IfExp,
-    ast.BoolOp,
-    ast.UnaryOp,
-    ast.BinOp,
-    ast.Compare,
-)
+    ast.Name, ast.Constant, ast.List, ast.Tuple, ast.Call, ast.IfExp, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Compare,
+)  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "float": float,

@@ -189,6 +189,11 @@ def mixture_space(
     return space
 
 
+def split_shares(spaces: Sequence[MixtureSpace], shares: np.ndarray) -> list[np.ndarray]:
+    """Shares of several mixtures side by side, float64[K], as those of each: float64[k]."""
+    return np.split(shares, np.cumsum([len(space.names) for space in spaces])[:-1])
+
+
 def nearest_by_kl(shares: np.ndarray, floors: np.ndarray, caps: np.ndarray) -> np.ndarray:
     """The shares r between floors and caps with the least KL(r || shares): float64[k].
 

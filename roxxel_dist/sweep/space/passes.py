@@ -27,7 +27,7 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.curriculum import open_data_sets
 from roxxel_dist.sweep.space.constraints import InfeasibleError
 from roxxel_dist.sweep.space.extras import END, SHARE, DataExtras, MixtureSpec
-from roxxel_dist.sweep.space.mixture import MixtureSpace, round_shares
+from roxxel_dist.sweep.space.mixture import MixtureSpace, round_shares, split_shares
 from roxxel_dist.sweep.space.trial_phases import phases_of_trial
 
 ROUNDING = 1e-9
@@ -298,13 +298,12 @@ class PassBudget:
         names = list(self.tokens)
         wanted = np.concatenate(shares)
         at = [[names.index(name) for name in space.names] for space in spaces]
-        cuts = np.cumsum([len(space.names) for space in spaces])[:-1]
         limits = self._limits
         limited = np.flatnonzero(np.isfinite(limits))
 
         def left(flat: np.ndarray) -> np.ndarray:
             used = fixed + rounding
-            for row, (columns, part) in enumerate(zip(at, np.split(flat, cuts), strict=True)):
+            for row, (columns, part) in enumerate(zip(at, split_shares(spaces, flat), strict=True)):
                 used[columns] = used[columns] + each[row, columns] * part
             return (limits - used)[limited]
 
@@ -313,13 +312,13 @@ class PassBudget:
             ratio = np.log(safe / np.maximum(wanted, 1e-12))
             return float((safe * ratio).sum()), ratio + 1
 
-        sums = {"type": "eq", "fun": lambda flat: np.array([part.sum() - 1 for part in np.split(flat, cuts)])}
+        sums = {"type": "eq", "fun": lambda flat: np.array([part.sum() - 1 for part in split_shares(spaces, flat)])}
         bounds = [pair for space in spaces for pair in zip(space.floors, space.caps, strict=True)]
         found = minimize(
             kl, wanted, jac=True, method="SLSQP", bounds=bounds, constraints=[sums, {"type": "ineq", "fun": left}]
         )
-        parts = np.split(found.x, cuts)
-        return tuple(round_shares(part, space.floors, space.caps) for part, space in zip(parts, spaces, strict=True))
+        pairs = zip(split_shares(spaces, found.x), spaces, strict=True)
+        return tuple(round_shares(part, space.floors, space.caps) for part, space in pairs)
 
 
 def _ramp(phase: Mapping[str, Any]) -> list[Phase]:

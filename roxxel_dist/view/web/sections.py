@@ -63,25 +63,13 @@ def _text(value: Any) -> str:
 
 
 def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
-    yield (
-        "head",
-        {
-            "kind": "run",
-            "name": run.name,
-            "path": run.path,
-            "title": run.title,
-            "tags": run.tags,
-            "state": run.state,
-            "step": run.step,
-            "last_step": run.last_step,
-            "best": run.best_val_loss,
-            "left_s": run.left_s,
-            "updated": run.updated,
-            "row": {name: run.row[name] for name in IN_HEAD if name in run.row},
-            "goodput": run.goodput,
-            "read": run.read_share,
-        },
-    )
+    head = {
+        "kind": "run", "name": run.name, "path": run.path, "title": run.title, "tags": run.tags, "state": run.state,
+        "step": run.step, "last_step": run.last_step, "best": run.best_val_loss, "left_s": run.left_s,
+        "updated": run.updated, "row": {name: run.row[name] for name in IN_HEAD if name in run.row},
+        "goodput": run.goodput, "read": run.read_share,
+    }  # fmt: skip
+    yield "head", head
     for metric, buckets in {**dict.fromkeys(run.gaps, ()), **run.buckets}.items():
         if not brief or metric in LISTED:
             yield f"curve/{metric}", columns(reduce_buckets(buckets, LISTED_BUCKETS if brief else OPEN_BUCKETS))
@@ -108,27 +96,14 @@ def _study(state: StudyState, brief: bool) -> Iterator[tuple[str, Any]]:
     study, history = state.study, state.study.history
     sweep, best = study.sweep, history.best
     counts = {STATES[kind]: count for kind, count in study.counts().items()}
-    yield (
-        "head",
-        {
-            "kind": "study",
-            "name": study.name,
-            "path": study.place,
-            "state": state.state,
-            "counts": counts,
-            "trials": len(history.trials),
-            "cap": sweep.run_cap,
-            "began": state.began,
-            "left_s": state.left_s,
-            "steps_left": state.steps_left,
-            "metric": sweep.metric,
-            "goal": sweep.goal,
-            "method": history.method or sweep.method,
-            "scheduler": (sweep.early_terminate or {}).get("type"),
-            "best": best and best.value,
-            "best_trial": best and best.number,
-        },
-    )
+    head = {
+        "kind": "study", "name": study.name, "path": study.place, "state": state.state, "counts": counts,
+        "trials": len(history.trials), "cap": sweep.run_cap, "began": state.began, "left_s": state.left_s,
+        "steps_left": state.steps_left, "metric": sweep.metric, "goal": sweep.goal,
+        "method": history.method or sweep.method, "scheduler": (sweep.early_terminate or {}).get("type"),
+        "best": best and best.value, "best_trial": best and best.number,
+    }  # fmt: skip
+    yield "head", head
     if not brief and sweep.versus is not None:
         yield "versus", versus_json(study)
     if not brief:
@@ -172,23 +147,12 @@ def _for_page(value: Any) -> Any:
 
 def _job(state: JobState, brief: bool) -> Iterator[tuple[str, Any]]:
     job = state.record
-    yield (
-        "head",
-        {
-            "kind": "job",
-            "name": job.run_id,
-            "path": job.run_dir,
-            "state": job.state,
-            "code": job.code,
-            "attempt": job.attempt,
-            "step": job.step,
-            "begun": job.begun,
-            "updated": job.updated,
-            "hosts": job.hosts,
-            "nprocs": job.nprocs,
-            "command": job.command,
-        },
-    )
+    head = {
+        "kind": "job", "name": job.run_id, "path": job.run_dir, "state": job.state, "code": job.code,
+        "attempt": job.attempt, "step": job.step, "begun": job.begun, "updated": job.updated, "hosts": job.hosts,
+        "nprocs": job.nprocs, "command": job.command,
+    }  # fmt: skip
+    yield "head", head
     if not brief:
         yield "ranks", {"job": job.run_id, "attempts": job.attempt + 1, **_ranks(state.ranks, job.restarts)}
         yield "lines", state.lines
