@@ -310,7 +310,7 @@ class Curriculum:
         return plan.rows_read(first, first + steps)["self"]
 
     def hold_out(self, fraction: float) -> "tuple[Curriculum, Roxxel]":
-        """The same phases without the last part of every shard of the primary data set.
+        """The curriculum without the last part of every shard of the primary data set.
 
         Args:
             fraction: the share that is held out, at least 0 and less than 1.

@@ -163,7 +163,7 @@ class Plan:
         return self._amended(step, phases, datasets, skip, is_fork=False)
 
     def fork(self, step: int, phases: Sequence[Shape], *, datasets: Mapping[str, Ranges]) -> "Plan":
-        """As `amend`, and ranges may be taken away from a data set: then its next pass begins at `step`."""
+        """Amend the plan; ranges may be taken away from a data set too: then its next pass begins at `step`."""
         return self._amended(step, phases, datasets, 0, is_fork=True)
 
     def _amended(
@@ -345,7 +345,7 @@ class Plan:
         return {name for amendment, end in spans if step < end for name in amendment.sources}
 
     def copy(self) -> "Plan":
-        """The same plan for another thread: one caches the rows that it computed last, and serves one reader."""
+        """A copy of the plan for another thread: one caches the rows that it computed last, and serves one reader."""
         return Plan.from_state(self.state(0))
 
     # -- state and description

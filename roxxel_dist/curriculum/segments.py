@@ -38,19 +38,19 @@ class Key:
 
     # The third or second number names the kind of order, so that two orders never share a key.
     def new_pass(self, data_set: int, pass_index: int) -> tuple[int, ...]:
-        """Of the units of a pass, from its first step on."""
+        """The key of the units of a pass, from its first step on."""
         return self.seed, data_set, pass_index, 0
 
     def rest_of_pass(self, data_set: int, pass_index: int) -> tuple[int, ...]:
-        """Of the units that an amendment leaves of a pass."""
+        """The key of the units that an amendment leaves of a pass."""
         return self.seed, data_set, pass_index, 0, self.level
 
     def windows(self, data_set: int, pass_index: int, unit: int) -> tuple[int, ...]:
-        """Of the windows of a chunk, by the place of its first unit in the pass."""
+        """The key of the windows of a chunk, by the place of its first unit in the pass."""
         return self.seed, data_set, pass_index, self.level, 1, unit
 
     def mixture(self, step: int) -> tuple[int, ...]:
-        """Of the data sets in the segment that begins with a step."""
+        """The key of the data sets in the segment that begins with a step."""
         return self.seed, 2, self.level, step
 
 

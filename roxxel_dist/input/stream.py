@@ -251,7 +251,7 @@ class Stream:
                     yield Windows(self.plan.datasets[number], self.datasets[number], offset[chosen], length, packed)
 
     def twin(self) -> "Stream":
-        """The same stream for another thread."""
+        """A copy of the stream for another thread."""
         named = {self.plan.datasets[number]: dataset for number, dataset in self.datasets.items()}
         return Stream(self.plan.copy(), named, self.sharding, self.step, self.grad_accum)
 

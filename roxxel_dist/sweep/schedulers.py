@@ -32,7 +32,7 @@ FAR = 1_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """That a running trial is to end, or to pause at a checkpoint."""
+    """A decision that a running trial ends, or pauses at a checkpoint."""
 
     kind: Literal["stop", "pause"]
     reason: str
@@ -150,7 +150,7 @@ class Hyperband:
                 insort(self._values[curve.count], self._sign * value)
 
     def trials_to_stop(self, running: Iterable[int]) -> dict[int, str]:
-        """Those of the running trials that should be stopped, each with the reason."""
+        """The running trials that should be stopped, each with the reason."""
         reasons = {}
         for trial in running:
             curve = self._curves.get(trial, _Curve())

@@ -270,7 +270,7 @@ class AgentEnd:
         self.program_output: str = "\n".join(line for line in program.splitlines() if not self.LINES.match(line))
 
     def state(self, objective: Objective, tail: WandbTail) -> State:
-        """Of the run: failed where the program said why, and silent where it was ended by something else."""
+        """The state of the run: failed where the program said why, and silent where it was ended by something else."""
         exit_code, finished = tail.exit_code(), read_cursor(self._folder).get("finished")
         if self._run is None:
             return "no run"

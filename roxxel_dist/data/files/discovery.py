@@ -156,7 +156,7 @@ def has_text(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """Where `write` puts shards: `folder / (prefix + five digits + suffix)`, or one file if `numbered` is false."""
+    """The place of shards to write: `folder / (prefix + five digits + suffix)`, or one file if not `numbered`."""
 
     folder: Path
     prefix: str

@@ -278,7 +278,7 @@ def _open_bin(path: Path, given: np.dtype | None) -> ForeignFile:
 
 
 def sample_starts(count: int, length: int) -> list[int]:
-    """Where the pieces of a sample begin: the first and the last `length` of `count`, and 16 evenly between them."""
+    """The starts of the pieces of a sample: the first and the last `length` of `count`, and 16 evenly between them."""
     last = max(0, count - length)
     return sorted({last * number // (SAMPLED_BLOCKS + 1) for number in range(SAMPLED_BLOCKS + 2)})
 

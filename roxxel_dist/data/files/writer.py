@@ -46,7 +46,7 @@ class WriteOptions:
             smallest_dtype(self.vocab_size)
 
     def continue_from(self, last: TokenFile) -> "WriteOptions":
-        """The same for data appended after `last`, which gives the missing options."""
+        """The options for data appended after `last`, which gives the missing ones."""
         metadata = last.metadata
         existing = {
             "dtype": last.dtype,
@@ -182,7 +182,7 @@ def as_array(item: Any, number: int) -> np.ndarray:
 
 
 def cast_lossless(array: np.ndarray, dtype: np.dtype, vocab_size: int | None, number: int) -> np.ndarray:
-    """The same values in `dtype`; ValueError if one would change, or is not an id below `vocab_size`."""
+    """The values of an array in `dtype`; ValueError if one would change, or is not an id below `vocab_size`."""
     if vocab_size is not None and len(array) and not (array.min() >= 0 and array.max() < vocab_size):
         raise UserError(
             f"document {number} has ids from {array.min()} to {array.max()}: with "

@@ -188,7 +188,7 @@ class Tokenizer:
 
     @property
     def end_id(self) -> int:
-        """As `eos_id`; -1 where there is none."""
+        """The id that ends a document; -1 where there is none."""
         name = self._end_token
         return -1 if name is None else self._inner.token_to_id(name) or 0
 

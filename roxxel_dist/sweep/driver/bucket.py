@@ -220,7 +220,7 @@ SEND_S = 4.0
 
 
 def studies_folder(cache_dir: str | None) -> Path:
-    """Where this host has its files of studies in buckets: below `cache_dir`, or the user's cache."""
+    """The folder of this host for studies in buckets: below `cache_dir`, or the user's cache."""
     return Path(cache_dir or cache_folder()).absolute() / "studies"
 
 
@@ -238,7 +238,7 @@ def on_this_host(task: TrialTask) -> TrialTask:
 
 
 def run_in_bucket(fields: Mapping[str, Any]) -> Iterator[Event]:
-    """As `trial.run` or `server.agent_trial`; the log and the config go to the study when the attempt has ended.
+    """Run a trial, as `run` or `agent_trial` does; the log and the config go to the study when the attempt has ended.
 
     A trial that fails names the log's address there.
     """

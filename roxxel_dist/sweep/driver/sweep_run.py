@@ -72,7 +72,7 @@ class SweepRun:
 
     @property
     def sides(self) -> list["SweepRun"]:
-        """Of a comparison, the same from the config of each side; else this one."""
+        """The sweep from the config of each side of a comparison; of a search this one alone."""
         if self.sweep.versus is None:
             return [self]
         configs = [Config.from_dict({**self.base, **self.sweep.versus.fields(side)}) for side in SIDES]
@@ -139,7 +139,7 @@ class SweepRun:
         return line + (f"; {workers} at once" if workers > 1 else "")
 
     def history(self) -> History:
-        """Its trials so far."""
+        """The trials of the study so far."""
         return read_history(self.study.path) if is_study(self.study.path) else History()
 
     def trial_config(self, params: Mapping[str, Any]) -> Any:

@@ -93,7 +93,7 @@ class Mixtures:
         return "interval too narrow" if self.misses else INTERVAL
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Everything that the report has of mixtures, for JSON."""
         return {
             "level": LEVEL,
             "trials_of_law": self.trials,
@@ -109,7 +109,7 @@ class Mixtures:
         }
 
     def text(self) -> list[str]:
-        """For people."""
+        """Lines of the report for people."""
         lines = [line for one in self.entries for line in self._of_entry(one)]
         if not self.trials:
             lines.append(
@@ -279,7 +279,7 @@ class LawOfStudy:
 
     @classmethod
     def fit(cls, study: Study) -> "LawOfStudy | None":
-        """That of a study; None where there are too few trials."""
+        """The law of a study; None where there are too few trials."""
         from roxxel_dist.sweep.samplers.discrepancy import chance_of_fit
         from roxxel_dist.sweep.samplers.law import Law
 
@@ -347,7 +347,7 @@ class _Material:
 
     @classmethod
     def of_study(cls, study: Study) -> "_Material":
-        """That of a study; a trial has a value."""
+        """The material of a study, of which a trial has a value."""
         from roxxel_dist.sweep.samplers.acquisition import is_diverged
         from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 

@@ -17,7 +17,7 @@ from roxxel_dist.utils.display import aligned, counted
 
 
 def versus_text(study: Study) -> str:
-    """For people."""
+    """A comparison as text: the pairs, the interval after each, and the verdict."""
     assert study.sweep.versus is not None
     before = StudyDir(study.path).settings()
     versus, sweep = study.sweep.versus, study.sweep
@@ -46,7 +46,7 @@ def rows_of(study: Study) -> list[tuple[Pair, Comparison]]:
 
 
 def versus_json(study: Study) -> dict[str, Any]:
-    """For programs."""
+    """A comparison for JSON: the verdict, and each pair."""
     assert study.sweep.versus is not None
     versus = study.sweep.versus
     each = [
@@ -75,7 +75,7 @@ class PairOfRuns:
     """The study that knows it, and from how many trainings."""
 
     def text(self) -> str:
-        """In a line."""
+        """The difference, and what is known of its noise, in a line."""
         line = f"one pair: val_loss of the first less the second is {self.difference:+.4f}. One pair gives no verdict: "
         if self.noise is None:
             return f"{line}how far the seed alone moves it is not known here; `roxxel-dist versus` measures it"
@@ -83,7 +83,7 @@ class PairOfRuns:
 
 
 def pair_of_runs(runs: Sequence[Run]) -> PairOfRuns | None:
-    """Of two runs; None of any other number, and where one has no val_loss."""
+    """The difference of two runs; None for any other number of runs, and where one has no val_loss."""
     losses = [run.newest("val_loss") for run in runs]
     if len(runs) != 2 or any(loss is None or not math.isfinite(loss) for loss in losses):
         return None

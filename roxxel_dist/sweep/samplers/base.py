@@ -162,7 +162,7 @@ class AskTell:
         sampled.value = None if number is None else self._sweep.sign * number
 
     def point(self, trial: int) -> list[float]:
-        """Where in the unit cube a trial is: one number a free parameter."""
+        """The point of a trial in the unit cube: a number for each axis."""
         return list(self._history.trials[trial].point)
 
     def restore(self, trial: int, params: Params, point: Sequence[float]) -> None:

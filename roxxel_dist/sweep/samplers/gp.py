@@ -130,7 +130,7 @@ def fit_hyperparameters(points: np.ndarray, values: np.ndarray, noise: float = U
 
 
 def prior_covariance(theta: np.ndarray, points: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Of the values without noise at points and others: float64[n, m]."""
+    """The prior covariance of the values without noise at points and others: float64[n, m]."""
     scales, signal, trend = np.exp(theta[:-3]), np.exp(theta[-3]), np.exp(theta[-1])
     return signal * _kernel(points / scales, others / scales)[0] + trend * (_trend(points) @ _trend(others).T)
 

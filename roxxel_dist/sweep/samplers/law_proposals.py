@@ -32,7 +32,7 @@ MOST = 250
 
 
 class LawProposals:
-    """Of a sweep with mixtures whose metric is minimised; for any other it proposes nothing."""
+    """Proposals for a sweep with mixtures whose metric is minimised; for any other it has none."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._space = sweep.space

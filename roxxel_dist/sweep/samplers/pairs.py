@@ -112,7 +112,7 @@ class Comparison:
 
     @property
     def ending(self) -> str | None:
-        """Why no more pairs are needed; None while they are."""
+        """The reason why no more pairs are needed; None while they are."""
         if self.is_vain:
             return f"{counted(self.dropped, 'pair')} of {self.dropped + self.pairs} cannot be compared: {self.why}"
         return None if self.verdict == "undecided" else self.text()
@@ -137,7 +137,7 @@ class Comparison:
         return line + "".join(losses)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, with None for an end that is endless."""
+        """The fields for JSON, with None for an end of the interval that is infinite."""
         ends = {name: end if math.isfinite(end := getattr(self, name)) else None for name in ("low", "high")}
         return asdict(self) | ends
 

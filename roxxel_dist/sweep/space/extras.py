@@ -39,7 +39,7 @@ class MixtureSpec:
     def space(
         self, caps: Mapping[str, float] | None = None, tokens: Mapping[str, float] | None = None
     ) -> "MixtureSpace":
-        """Its space, with lower caps and with natural shares where they are known.
+        """The space of the mixture, with lower caps and with natural shares where they are known.
 
         Raises:
             ValueError: nothing is left to search.

@@ -120,7 +120,7 @@ class PassBudget:
         return np.array([self.limits.get(name, math.inf) for name in self.tokens])
 
     def check_plan(self, params: Mapping[str, Any]) -> None:
-        """The same for the plan itself, which may begin a pass sooner where the length of rows changes."""
+        """Raises InfeasibleError by the plan itself, which may begin a pass sooner where rows change their length."""
         if not self.limits:
             return
         self.check(params)

@@ -78,7 +78,7 @@ class Sweep:
     """Whether the file says what the metric is."""
 
     def with_budget(self, budget: "PassBudget") -> "Sweep":
-        """The same sweep over the mixtures that the passes over the data leave.
+        """The sweep over the mixtures that the passes over the data leave.
 
         Raises:
             ValueError: they leave none.

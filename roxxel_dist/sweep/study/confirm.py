@@ -40,7 +40,7 @@ class Expected:
 
     @classmethod
     def read(cls, study: Path) -> "Expected | None":
-        """That of the study in a folder; None where there is none."""
+        """The expectation of the study in a folder; None where there is none."""
         file = study / EXPECTED
         return cls(**load_yaml(file)) if file.is_file() else None
 

@@ -171,7 +171,7 @@ class History:
         return max([(sum(running) + waiting) / max(1, workers), *running])
 
     def hours(self, now: float) -> float:
-        """For how many hours drivers have searched until now, on the clock of the last line, if one has since then."""
+        """The hours for which drivers have searched until now, on the clock of the last line, if one has since then."""
         return (self._busy_s + (0.0 if self._clock is None else max(0.0, now - self._clock))) / 3600
 
     def apply(self, event: Mapping[str, Any]) -> None:

@@ -34,11 +34,11 @@ class SetLosses:
     weights: np.ndarray
 
     def at_the_end(self) -> "SetLosses":
-        """Those that came as far as the furthest."""
+        """The trials that came as far as the furthest one."""
         return self.where(self.steps == self.steps.max(initial=0))
 
     def where(self, kept: np.ndarray) -> "SetLosses":
-        """Some of the n trials: those of bool[n]."""
+        """The trials that bool[n] marks, of the n."""
         rows = {name: getattr(self, name)[kept] for name in ("trials", "shares", "losses", "steps")}
         return replace(self, **rows)
 

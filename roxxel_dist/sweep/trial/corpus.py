@@ -18,7 +18,7 @@ LIMIT_S = 3600.0
 
 
 def shards_of(config: Any, data_path: str | None, folder: Path) -> Path | None:
-    """Where the shards of a trial will be, in `folder`, of text; None where they are, or its own run makes them."""
+    """The place in `folder` of the shards of a trial's text; None where they are there, or its own run makes them."""
     path = config.primary_path(data_path)
     if path is None or is_tokens(path):
         return None

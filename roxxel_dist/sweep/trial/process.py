@@ -74,7 +74,7 @@ class TrialTask(Ranks):
 
     @property
     def run_url(self) -> str | None:
-        """Where the run is kept, if the study is in a bucket."""
+        """The address of the run, if the study is in a bucket; else None."""
         return None if self.bucket is None else f"{self.bucket}/trials/{self.trial}"
 
 
@@ -155,12 +155,12 @@ class TrialProcess:
         """Of its keeper, the parent of the program."""
 
     def wait(self, limit_s: float) -> int | None:
-        """Its exit code, 128 + N for signal N, when nothing is left of it; None after so long."""
+        """Wait until nothing is left of it; the exit code (128 + N for signal N), or None after `limit_s` seconds."""
         code = self._tree.code if self._tree.wait(limit_s) else None
         return code if code is None or code >= 0 else 128 - code
 
     def output(self) -> str:
-        """Its output until now."""
+        """The output of the program until now."""
         with self._log.open("rb") as file:
             file.seek(self._begin)
             return file.read().decode(errors="replace")

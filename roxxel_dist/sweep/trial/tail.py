@@ -92,7 +92,7 @@ class MetricsTail:
 
     @property
     def problem(self) -> str | None:
-        """Why the run has no value that can be relied on; None where it may have one."""
+        """The reason why the run has no value that can be relied on; None where it may have one."""
         return None
 
     def missing_message(self) -> str:
@@ -276,7 +276,7 @@ class WandbTail(MetricsTail):
         """By attempt, the ids of the runs that have logged the metric."""
 
     def read(self, *, last: bool = False) -> list[Report]:
-        """As `MetricsTail.read`; what was only put into the summary comes with the last call."""
+        """The new reports, as of `MetricsTail.read`; what was only put into the summary comes with the last call."""
         reports: list[Report] = []
         for path in sorted(self._paths(last=last), key=_begun):
             size, file = self._files.get(path) or (-1, WandbFile(path))
@@ -309,7 +309,7 @@ class WandbTail(MetricsTail):
 
     @property
     def problem(self) -> str | None:
-        """Why the trial has no value that can be relied on: several of its runs have logged the metric."""
+        """The reason why the trial has no value that can be relied on: several of its runs have logged the metric."""
         for ids in self._reporting.values():
             if len(ids) > 1:
                 return (
@@ -319,7 +319,7 @@ class WandbTail(MetricsTail):
         return None
 
     def missing_message(self) -> str:
-        """As `MetricsTail.missing`."""
+        """What the program logged instead of the metric, and what to change."""
         if self._unusable is not None:
             return f"it logged {self._metric!r} as {self._unusable}: log a number"
         if self._runs():

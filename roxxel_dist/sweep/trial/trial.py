@@ -224,7 +224,7 @@ def wait_until_free(folder: Path) -> str | None:
 
 
 def config_file(task: TrialTask) -> Path:
-    """Where the Config of a trial is written."""
+    """The file with the Config of a trial."""
     return Path(task.log).with_suffix(".yaml")
 
 
