@@ -152,7 +152,13 @@ def _with_config(
     config.given = base.given | (flags.keys() & values.keys()) | ({"model_args"} if model_args else frozenset())
     if "init_from" not in flags:
         config.of_run = base.of_run
-    config.validate()
+    try:
+        config.validate()
+    except UserError as error:
+        name = str(error).partition(" ")[0]
+        if {"phase": "phases"}.get(name, name) in base.given - flags.keys():
+            raise UserError(f"{flags.get('config') or path}: {error}") from error
+        raise
     if command != "sweep":  # its parameters may turn on what a field of the base sets
         from_flags = {name for name in flags.keys() & values.keys() if values[name] != defaults[name]}
         from_flags |= {"epochs", "batch_size"} & flags.keys()

@@ -76,7 +76,8 @@ def ps(words: list[str]) -> int:
         for line in aligned(rows, left=None):
             print(printable(line)[:columns])
     else:
-        info("no job runs" + ("" if args.all or not jobs else f"; --all lists {len(jobs)} that ended"))
+        ended = "" if args.all or not jobs else f"; --all lists {len(jobs)} that ended"
+        info(f"no job runs{ended}; `roxxel-dist top` shows runs that `train` began")
     return 0
 
 

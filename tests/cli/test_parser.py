@@ -80,6 +80,7 @@ LINES = {
     "--wait 1.5h": {"wait": 5400.0},
     "--count 1 --count 2": {"count": 2},
     "--count 1_000": {"count": 1000},
+    "--count 1e3": {"count": 1000},
 }
 
 
