@@ -37,8 +37,8 @@ def ours(trials: int) -> float:
     import sweep_driver
 
     from roxxel_dist.sweep import make
+    from roxxel_dist.sweep.driver.controller import run_sweep
     from roxxel_dist.sweep.driver.options import SweepOptions
-    from roxxel_dist.sweep.driver.start import run_sweep
     from roxxel_dist.sweep.space.sweep_file import sweep_of
 
     sweep = sweep_of(SPACE)

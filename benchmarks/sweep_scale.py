@@ -36,7 +36,7 @@ class Instant:
         self._bodies: dict[int, Iterator[dict[str, Any]]] = {}
 
     def submit(self, trial: int, attempt: int, losses: int, task: dict[str, Any]) -> None:
-        from roxxel_dist.sweep.executors.ray_executor import Attempt
+        from roxxel_dist.sweep.ray_executor import Attempt
 
         self.running.append(Attempt(trial=trial, attempt=attempt, losses=losses, stream=None))
         self._bodies[trial] = self._body(1 / (trial + 1))  # each is better than those before it: none is stopped

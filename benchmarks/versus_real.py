@@ -17,8 +17,8 @@ import yaml
 from measure import Lines, Result, flags
 from sweep_real import build_corpus, roxxel
 
-from roxxel_dist.sweep.samplers.pairs import Comparison, Pair, compare, looks
-from roxxel_dist.sweep.space.versus import Versus
+from roxxel_dist.sweep.samplers.pairs import Comparison, Pair, compare, comparisons
+from roxxel_dist.sweep.space.extras import Versus
 from roxxel_dist.sweep.study.folder import read_study
 
 BASE = {
@@ -48,7 +48,7 @@ def comparing(folder: Path, name: str, seeds: range) -> Iterable[Result]:
     roxxel("sweep", "--sweep_config", search, "--config", base, "--study", study, *common)
     pairs = pairs_of(study, name)
     versus = Versus(changes={name: to}, names={})
-    whole, *_, ended = compare(pairs, versus, 1.0), *looks(pairs, versus, 1.0)
+    whole, *_, ended = compare(pairs, versus, 1.0), *comparisons(pairs, versus, 1.0)
     yield Result(
         what=f"{what}: {len(pairs)} further pairs", against="val_loss, A less B", measured=whole.difference,
         note=f"{whole.text()}; looked at after each: {ended.text()}", failed=differing(found["verdict"], whole, ended),

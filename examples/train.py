@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roxxel_dist import Trainer
-from roxxel_dist.cli.words.arguments import parse_train
+from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.launcher.job.spec import flags_in
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.usage_errors import usage_errors

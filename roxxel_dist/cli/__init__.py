@@ -160,25 +160,10 @@ def launch_group(words: list[str]) -> int:
 
 
 HELP = frozenset({"-h", "--help", "help"})
-COMPUTE = frozenset(
-    {
-        "demo",
-        "batch",
-        "train",
-        "find-lr",
-        "plan",
-        "eval",
-        "generate",
-        "merge",
-        "export",
-        "verify",
-        "audit",
-        "check-layouts",
-        "compare",
-        "sweep",
-        "versus",
-    }
-)
+COMPUTE = frozenset({
+    "demo", "batch", "train", "find-lr", "plan", "eval", "generate", "merge", "export", "verify", "audit",
+    "check-layouts", "compare", "sweep", "versus",
+})  # fmt: skip
 """Commands that import jax or flax, or start processes that do."""
 ANYWHERE = frozenset({"ps", "logs", "attach", "stop", "join", "leave", "completion"})
 """Commands that need no working directory."""
@@ -198,7 +183,7 @@ COMMANDS = {
     "generate": "roxxel_dist.cli.models:generate",
     "merge": "roxxel_dist.cli.models:merge",
     "export": "roxxel_dist.cli.models:export",
-    "verify": "roxxel_dist.cli.verify:verify",
+    "verify": "roxxel_dist.cli.audit:verify",
     "audit": "roxxel_dist.cli.audit:audit",
     "check-layouts": "roxxel_dist.cli.audit:check_layouts",
     "compare": "roxxel_dist.cli.audit:compare",

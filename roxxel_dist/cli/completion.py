@@ -8,8 +8,8 @@ import re
 from typing import Any, Literal
 
 from roxxel_dist import cli
-from roxxel_dist.cli.words.flags import Positional
-from roxxel_dist.cli.words.parser import HelpShown, Parser, parse
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import HelpShown, Parser, parse
 from roxxel_dist.launcher.backends import BACKENDS
 
 GROUPS = {"data": cli.DATA, "launch": BACKENDS}

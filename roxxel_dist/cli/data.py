@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cli.words.flags import Positional
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.job.spec import flags_in
 from roxxel_dist.process.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
@@ -64,7 +64,6 @@ def data_build(words: list[str]) -> int:
     """Make shards of tokens from text."""
     args = parse(BuildArgs, words, "data build")
     with usage_errors():
-        from roxxel_dist.cli.data import data_table
         from roxxel_dist.corpus.build import build
         from roxxel_dist.data.remote.config import RemoteConfig
 
@@ -119,7 +118,6 @@ def data_append(words: list[str]) -> int:
         raise UserError(f"a data set keeps the tokenizer that it was built with: leave {what} out")
     args = parse(AppendArgs, words, "data append")
     with usage_errors():
-        from roxxel_dist.cli.data import data_table
         from roxxel_dist.corpus.append import append
 
         options: dict[str, Any] = dataclasses.asdict(args)
@@ -146,7 +144,6 @@ def data_info(words: list[str]) -> int:
     """Describe shards."""
     args = parse(InfoArgs, words, "data info")
     with usage_errors():
-        from roxxel_dist.cli.data import data_table
         from roxxel_dist.data.dataset import Roxxel
 
         with Roxxel(args.path, dtype=args.dtype) as dataset:
@@ -182,13 +179,9 @@ def data_index(words: list[str]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyArgs:
+class VerifyArgs(InfoArgs):
     """Compare every block of every shard with its checksum. Exit code 1: a block is damaged."""
 
-    path: Positional[str]
-    """A folder, a file, or a pattern of files."""
-    dtype: str | None = None
-    """Type of the tokens in .bin files without a header. Default: uint16."""
     workers: int | None = None
     """Number of processes. Default: one for each core if the data is large."""
 
@@ -206,8 +199,7 @@ def verify_shards(path: str, workers: int | None = None, dtype: str | None = Non
     """(Whether all shards are whole, what to say of them). Raises ValueError where there are none."""
     from roxxel_dist.data.dataset import Roxxel
     from roxxel_dist.data.files.discovery import NoShardsError, names_objects
-    from roxxel_dist.data.remote.verify import verify_objects
-    from roxxel_dist.data.verify import find_damage
+    from roxxel_dist.data.verify import find_damage, verify_objects
     from roxxel_dist.utils.display import ProgressBars
 
     if names_objects(path):

@@ -4,8 +4,8 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Literal
 
-from roxxel_dist.cli.words.arguments import parse_train
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.arguments import parse_train
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.output import printable
 from roxxel_dist.place.run_place import local_folder
 from roxxel_dist.process.exit_codes import EXIT_PREFLIGHT, UserError

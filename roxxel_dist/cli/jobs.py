@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from roxxel_dist.cli.words.flags import Positional, Short
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.flags import Positional, Short
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.control import jobs as tail
 from roxxel_dist.launcher.control.jobs import change_hosts
@@ -76,7 +76,8 @@ def ps(words: list[str]) -> int:
         for line in aligned(rows, left=None):
             print(printable(line)[:columns])
     else:
-        info("no job runs" + ("" if args.all or not jobs else f"; --all lists {len(jobs)} that ended"))
+        ended = "" if args.all or not jobs else f"; --all lists {len(jobs)} that ended"
+        info(f"no job runs{ended}; `roxxel-dist top` shows runs that `train` began")
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cli.words.parser import HELP, parse
+from roxxel_dist.cli.parser import HELP, parse
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output import info, printable
 from roxxel_dist.process.exit_codes import UserError
@@ -142,7 +142,7 @@ def device_needs(command: Sequence[str]) -> DeviceNeeds:
     """
     if list(command[:1]) != ["train"]:
         return DeviceNeeds()
-    from roxxel_dist.cli.words.arguments import parse_train
+    from roxxel_dist.cli.arguments import parse_train
 
     return parse_train(list(command[1:]))[1].device_needs
 
@@ -150,6 +150,6 @@ def device_needs(command: Sequence[str]) -> DeviceNeeds:
 def check_command(command: Sequence[str]) -> None:
     """Check a `train` command; no other. Raises ValueError where it would refuse its data sets, blends or phases."""
     if list(command[:1]) == ["train"]:
-        from roxxel_dist.cli.words.arguments import check_training, parse_train
+        from roxxel_dist.cli.arguments import check_training, parse_train
 
         check_training(*parse_train(list(command[1:])))

@@ -3,14 +3,20 @@
 import dataclasses
 import json
 import sys
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from roxxel_dist.cli.words.flags import Positional
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.run.report import UNKNOWN, scalar_names
 from roxxel_dist.settings.config import parse_yaml
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.utils.display import plain
+from roxxel_dist.utils.display import aligned, plain
+
+if TYPE_CHECKING:
+    from roxxel_dist.run.evaluate import Evaluation
 
 MOST_SAMPLES = 10_000
 """Texts of one `generate`: they are one batch."""
@@ -47,8 +53,6 @@ def evaluate(words: list[str]) -> int:
         validation = _named_sets(args.validation)
         if args.tasks is not None and not args.tasks:
             raise UserError("--tasks has no value: name one file at least, or leave it out")
-    from roxxel_dist.checkpoint.metadata import CheckpointRange
-    from roxxel_dist.cli.run_table import evaluation_table, evaluations_table
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.run.evaluate import evaluate, evaluate_range
 
@@ -91,6 +95,52 @@ def _as_json(evaluation: Any) -> dict[str, Any]:
         "notes": evaluation.notes,
     }
     return plain({"run": evaluation.run, "step": step, **numbers})
+
+
+def evaluation_table(evaluation: "Evaluation") -> str:
+    """An evaluation as text: a line for each data set, the logged val_loss, and a line for each task."""
+    rows = [["data", "loss", "perplexity", "bits per byte", "batches", "tokens"]]
+    for row in evaluation.data:
+        loss, batches, tokens = f"{row['loss']:.6f}", f"{row['batches']:,}", f"{row['tokens']:,}"
+        bits = UNKNOWN if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.6f}"
+        rows.append([row["name"], loss, _perplexity(row), bits, batches, tokens])
+    logged, difference = evaluation.logged_val_loss, evaluation.difference
+    if logged is None:
+        log = f"the log has no val_loss of step {evaluation.step}"
+    elif difference == 0:
+        log = "val_loss is the same as in the log, to the last bit"
+    else:
+        log = f"val_loss is {evaluation.losses['val_loss']!r}, and {logged!r} in the log: {difference:+.3g}"
+    data = [*aligned(rows), log] if evaluation.data else []
+    if scalars := scalar_names(evaluation.losses):
+        data += aligned([["scalar", "value"], *([name, f"{evaluation.losses[name]:.6f}"] for name in scalars)])
+    tasks = [["task", "score", "value"]]
+    tasks += [[name, key, f"{value:.4f}"] for name, scores in evaluation.tasks.items() for key, value in scores.items()]
+    lines = [*data, *(aligned(tasks) if evaluation.tasks else []), *evaluation.notes]
+    return "\n".join([f"{CheckpointRef(evaluation.run, None)}, step {evaluation.step}", *lines])
+
+
+def _perplexity(row: Mapping[str, Any]) -> str:
+    return UNKNOWN if row["perplexity"] is None else f"{row['perplexity']:,.2f}"
+
+
+def evaluations_table(evaluations: Sequence["Evaluation"]) -> str:
+    """Evaluations of one run as text: a line for each checkpoint, with how far its val_loss is from the log."""
+    first = evaluations[0]
+    metrics = sorted((row["metric"] for row in first.data), key=lambda name: name != "val_loss")  # that one first
+    scores = [(task, key) for task, of_task in first.tasks.items() for key in of_task]
+    metrics += scalar_names(first.losses)
+    head = ["step", *metrics, *(f"{task} {key}" for task, key in scores)]
+    rows = [[*head[:2], "perplexity", *head[2:], "minus the log"] if metrics else head]
+    for one in evaluations:
+        cells = [f"{one.step:,}", *(f"{one.losses[name]:.6f}" for name in metrics)]
+        cells += [f"{one.tasks[task][key]:.4f}" for task, key in scores]
+        if metrics:
+            # One validation set with a name has a row of its own, and no row of all of them.
+            cells.insert(2, _perplexity(next((row for row in one.data if row["metric"] == "val_loss"), one.data[0])))
+            cells.append(UNKNOWN if one.difference is None else f"{one.difference:+.3g}" if one.difference else "0")
+        rows.append(cells)
+    return "\n".join([str(CheckpointRef(first.run, None)), *aligned(rows), *first.notes])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

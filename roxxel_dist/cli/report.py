@@ -1,17 +1,22 @@
 """The command that lays runs side by side, or the trials of a study."""
 
 import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cli.words.flags import Positional
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.output import info, printable
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.run.report import UNKNOWN, Run, differences, draw, no_pictures, read_runs
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.utils.display import plain
+from roxxel_dist.train.log.timeline import SPENT
+from roxxel_dist.utils.display import aligned, counted, duration, plain
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.url import ObjectUrl
@@ -60,10 +65,8 @@ def report(words: list[str]) -> int:
 
 def _runs(args: ReportArgs) -> str:
     """Report runs; returns a message about pictures that could not be drawn."""
-    from roxxel_dist.cli.run_table import report_table
-    from roxxel_dist.run.report import differences, draw, no_pictures, read_runs
     from roxxel_dist.sweep.report.versus import pair_of_runs
-    from roxxel_dist.view.web.report import write_runs
+    from roxxel_dist.view.web.page import write_runs
 
     runs, folder = read_runs(args.runs), Path(args.out or "report")
     pictures, missing = [], ""
@@ -103,7 +106,7 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     from roxxel_dist.sweep.report.text import as_json, table, write_best_config
     from roxxel_dist.sweep.report.versus import versus_json, versus_text
     from roxxel_dist.sweep.study.folder import REPORT, read_study
-    from roxxel_dist.view.web.report import write_study
+    from roxxel_dist.view.web.page import write_study
 
     if bucket is None:
         study = read_study(args.runs[0])
@@ -135,6 +138,57 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
 
 
 def _print_json(whole: dict[str, Any]) -> None:
-    import json
-
     print(json.dumps(plain(whole), indent=2))
+
+
+LONGEST = 40
+"""Most characters of a value; longer ones are cut off."""
+NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+    "steps": ("steps", lambda run: f"{run['steps']:,}"),
+    "tokens": ("tokens", lambda run: f"{run['tokens']:,}"),
+    **{name: (name, lambda run, name=name: _loss(run[name])) for name in ("train_loss", "val_loss", "val_bpb")},
+    "best_val_loss": ("best val_loss", lambda run: f"{run['best_val_loss']:.4f} (step {run['best_step']:,})"),
+    "tokens_per_s": ("tokens/s, median", lambda run: f"{run['tokens_per_s']:,.0f}"),
+    "parameters": ("parameters", lambda run: f"{run['parameters']:,}"),
+    "goodput": ("goodput", lambda run: f"{run['goodput']:.1%}"),
+}
+"""For each key of `Run.numbers`: the title of its line, and its format."""
+
+
+def report_table(runs: Sequence[Run]) -> str:
+    """The results of the runs, the time they spent, and the differences of their configs."""
+    numbers = [run.numbers() for run in runs]
+    lines = [["", *(run.name for run in runs)]]
+    for key, (title, form) in NUMBERS.items():
+        lines.append([title, *(UNKNOWN if run[key] is None else form(run) for run in numbers)])
+    for name in dict.fromkeys(name for run in numbers for name in run["scalars"]):
+        lines.append([name, *(f"{run['scalars'][name]:.4f}" if name in run["scalars"] else UNKNOWN for run in numbers)])
+    for kind in SPENT:
+        lines.append([f"  {kind}", *(_share(kind, run.spent) for run in runs)])
+    gaps = [
+        f"{run.name}: {name}: {counted(len(rows), 'value')} not finite, first at step {rows[0].get('step', 0):,}"
+        for run in runs
+        for name, rows in run.gaps.items()
+    ]
+    if others := differences(runs):
+        config = ["config:", *aligned([[name, *map(_short, values)] for name, values in others.items()], left=None)]
+    else:
+        config = ["config: no field differs"] if sum(bool(run.fields) for run in runs) > 1 else []
+    if len(runs) > 1 and (bare := [run.name for run in runs if not run.fields]):
+        config += [f"no config, as a program's Trainer made the model: {', '.join(bare)}"]
+    return "\n".join([*aligned(lines, left=None), *(["", *gaps] if gaps else []), *(["", *config] if config else [])])
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "not finite"
+
+
+def _share(kind: str, spent: Mapping[str, float]) -> str:
+    if not spent:
+        return UNKNOWN
+    return f"{spent[kind] / (sum(spent.values()) or 1.0):6.1%}  {duration(spent[kind])}"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

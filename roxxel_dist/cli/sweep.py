@@ -2,19 +2,19 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from roxxel_dist.cli.words.arguments import ConfigArgs, TrainArgs, parse_config
-from roxxel_dist.cli.words.parser import HELP
+from roxxel_dist.cli.arguments import ConfigArgs, TrainArgs, parse_config
+from roxxel_dist.cli.parser import HELP
 from roxxel_dist.data.files.discovery import absolute, check_local
 from roxxel_dist.launcher.job.spec import flags_in, split_flags
 from roxxel_dist.launcher.output import info
-from roxxel_dist.place.directory import DEFINITION
+from roxxel_dist.place.directory import CONFIG, DEFINITION
 from roxxel_dist.place.run_place import bucket_url, local_run
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import UserError, attempt_number
@@ -43,7 +43,7 @@ def sweep(words: list[str]) -> int:
         if search is None:
             return 0
         from roxxel_dist.sweep.driver import run
-        from roxxel_dist.view.web.report import write_study
+        from roxxel_dist.view.web.page import write_study
 
         return run.search(search, write_study)
 
@@ -54,11 +54,8 @@ CHOSEN = ("config", "count", "data_path", "extras", "method", "sweep_config", "s
 
 def confirm(words: list[str]) -> int:
     """Train the best mixture of a study, and its baselines, for longer: a study in the folder of that one."""
-    from tempfile import TemporaryDirectory
-
-    from roxxel_dist.place.directory import CONFIG
     from roxxel_dist.sweep.report.confirmation import confirmation
-    from roxxel_dist.sweep.report.mixture import expected
+    from roxxel_dist.sweep.report.mixture import expected_confirmation
     from roxxel_dist.sweep.report.text import best_config
     from roxxel_dist.sweep.study.confirm import EXPECTED, FOLDER, Expected
     from roxxel_dist.sweep.study.folder import StudyDir, read_study
@@ -84,7 +81,7 @@ def confirm(words: list[str]) -> int:
                 if bucket is not None and study.done:
                     bucket.fetch_file(f"{study.run_dir(study.done[0]).relative_to(study.path).as_posix()}/{CONFIG}")
                 _, best = best_config(study, f"--confirm {factor}")
-                begun = expected(study, best, factor)
+                begun = expected_confirmation(study, best, factor)
             if "dry_run" not in flags:
                 begun.write(study.path)
                 if bucket is not None:
@@ -107,19 +104,29 @@ def confirm(words: list[str]) -> int:
 
 def _definition_to_confirm(study: Any, begun: Any, best: Any, folder: str) -> list[str]:
     """The flags of the sweep that trains what is expected, whose files are written into a folder."""
-    import yaml
-
-    from roxxel_dist.sweep.study.confirm import lengthened
+    from roxxel_dist.settings.config import load_yaml
+    from roxxel_dist.sweep.study.confirm import lengthen_config
     from roxxel_dist.sweep.study.folder import DATA_PATH, StudyDir
 
-    definition, base = Path(folder, "confirm.yaml"), Path(folder, "base.yaml")
-    metric = yaml.safe_load((study.path / DEFINITION).read_text(encoding="utf-8")).get("metric")
+    metric = load_yaml(study.path / DEFINITION).get("metric")
     search = {"method": "grid", **({"metric": metric} if metric else {}), "parameters": begun.values}
-    definition.write_text(yaml.safe_dump(search, sort_keys=False), encoding="utf-8")
-    lengthened(best, begun.factor).save_yaml(base)
-    data = StudyDir(study.path).metadata(DATA_PATH)
-    words = ["--sweep_config", str(definition), "--config", str(base)]
-    return words if data is None else [*words, "--data_path", data]
+    return _flags_of(folder, search, lengthen_config(best, begun.factor), StudyDir(study.path).metadata(DATA_PATH))
+
+
+def write_yaml(folder: str | Path, name: str, content: Mapping[str, Any]) -> str:
+    """Write a file of YAML, in the order of the keys; returns its path."""
+    import yaml
+
+    file = Path(folder, name)
+    file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return str(file)
+
+
+def _flags_of(folder: str, search: Mapping[str, Any], config: Any, data_path: str | None) -> list[str]:
+    """The flags of a sweep whose files are written into a folder."""
+    config.save_yaml(Path(folder, "base.yaml"))
+    words = ["--sweep_config", write_yaml(folder, "sweep.yaml", search), "--config", str(Path(folder, "base.yaml"))]
+    return [*words, *(["--data_path", data_path] if data_path else [])]
 
 
 def _factor(flags: Mapping[str, str]) -> int:
@@ -137,10 +144,6 @@ def _factor(flags: Mapping[str, str]) -> int:
 
 def anneal(named: str, args: TrainArgs, config: Any) -> int:
     """A decay branch from each checkpoint that `train --anneal RUN@A,B` names, as trials of a study."""
-    from tempfile import TemporaryDirectory
-
-    import yaml
-
     from roxxel_dist.run.anneal import branches_of
     from roxxel_dist.run.metadata import data_of, saved_config
 
@@ -159,12 +162,7 @@ def anneal(named: str, args: TrainArgs, config: Any) -> int:
         values = [f"{absolute(one.run)}@{one.step}" for one in branches]
         metric = {"name": "val_loss", "goal": "minimize"}
         search = {"method": "grid", "metric": metric, "parameters": {"anneal": {"values": values}}}
-        definition, base = Path(folder, "anneal.yaml"), Path(folder, "base.yaml")
-        definition.write_text(yaml.safe_dump(search), encoding="utf-8")
-        config.save_yaml(base)
-        words = ["--sweep_config", str(definition), "--config", str(base), "--study", args.run_dir]
-        words += ["--wandb", config.wandb, *(["--data_path", path] if path else [])]
-        return sweep(words)
+        return sweep([*_flags_of(folder, search, config, path), "--study", args.run_dir, "--wandb", config.wandb])
 
 
 def _prepared(words: list[str], held: ExitStack) -> Any:
@@ -193,7 +191,7 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         if "wandb" not in flags and config.wandb == "off":
             # Uploaded later with `wandb sync`, or never. A study that is there has decided already.
             config.wandb = study.settings().get("wandb", "offline")
-        definition = options.sweep_config if not server else held.enter_context(_definition_of(server))
+        definition = options.sweep_config if not server else _definition_of(server, held)
         search = run.open_sweep(options, definition, config, server, bucket)
         if options.dry_run:
             print(run.preview(search))
@@ -217,7 +215,7 @@ def study_bucket(flags: Mapping[str, Any], held: ExitStack) -> Any:
 
 def _server(options: SweepOptions, config: Any, flags: set[str], project: str | None, *, is_new: bool) -> str | None:
     """The sweep of a W&B server that shall lead: its id, "" for a new one; None where the search is made here."""
-    from roxxel_dist.sweep.wandb_bridge.server import create_or_join, logged_in
+    from roxxel_dist.sweep.wandb_server import create_or_join, has_login
 
     if options.sweep_id is not None:
         if options.sweep_config is not None:
@@ -227,21 +225,15 @@ def _server(options: SweepOptions, config: Any, flags: set[str], project: str | 
         return ""
     if project is None or "wandb" in flags or not is_new:
         return None
-    if find_spec("wandb") is not None and logged_in():
+    if find_spec("wandb") is not None and has_login():
         info("W&B login found: its server chooses the trials (with --wandb offline, this machine does)")
         return ""
     info("no W&B login: this machine chooses the trials, and runs are written offline (`wandb sync` uploads them)")
     return None
 
 
-@contextmanager
-def _definition_of(server: str) -> Iterator[str]:
-    """A file with what a W&B server has of a sweep."""
-    import yaml
+def _definition_of(server: str, held: ExitStack) -> str:
+    """A file with what a W&B server has of a sweep, which `held` keeps."""
+    from roxxel_dist.sweep.wandb_server import definition
 
-    from roxxel_dist.sweep.wandb_bridge.server import definition
-
-    with NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        yaml.safe_dump(definition(server), file, sort_keys=False)
-        file.flush()
-        yield file.name
+    return write_yaml(held.enter_context(TemporaryDirectory()), "sweep.yaml", definition(server))

@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
-from roxxel_dist.cli.words.flags import Positional
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 
@@ -55,8 +56,6 @@ def top(words: list[str]) -> int:
             raise UserError(f"--token-file {args.token_file} is for --metrics PORT: name the port, or leave it out")
         watched = Watched(args.names)
         if args.json:
-            import json
-
             print(json.dumps([values(read(item)) for item in watched.items], indent=2))
             return 0
         from rich.console import Console

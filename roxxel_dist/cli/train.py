@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
 import shlex
 import sys
@@ -9,7 +10,7 @@ import sysconfig
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
-from roxxel_dist.cli.words.arguments import (
+from roxxel_dist.cli.arguments import (
     ConfigArgs,
     check_new_run,
     check_training,
@@ -17,8 +18,8 @@ from roxxel_dist.cli.words.arguments import (
     parse_train,
     steps_to_skip,
 )
-from roxxel_dist.cli.words.flags import Positional
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.output import info
 from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError, pip_install
@@ -191,8 +192,6 @@ def plan(words: list[str]) -> int:
             check_new_run(config, args.data_path)
     # A look at a device that is at work elsewhere must not take its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from pathlib import Path
-
     from roxxel_dist.cli.plan_table import layouts_table, table
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.devices.targets import MissingCompiler
@@ -221,8 +220,6 @@ def plan(words: list[str]) -> int:
         return EXIT_FAILED
     if args.target or is_primary():  # with a target jax is not asked: it would look for accelerators here
         if args.json:
-            import json
-
             fields = dataclasses.asdict(result)
             print(json.dumps(fields if args.arrays or args.layouts else fields | {"arrays": None}, indent=2))
         elif isinstance(result, LayoutComparison):
@@ -251,8 +248,6 @@ def _plan_failures(args: PlanArgs, mtbf: float, config: Config, run: str | None)
         cluster, checkpoint_every=config.checkpoint_every, copies=copies, run=Path(run) if run else None
     )
     if args.json:
-        import json
-
         print(json.dumps(dataclasses.asdict(found), indent=2))
     else:
         print(failure_table(found))

@@ -2,15 +2,16 @@
 
 import contextlib
 import dataclasses
+import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from roxxel_dist.cli.words.arguments import check_new_run
-from roxxel_dist.cli.words.flags import Positional
-from roxxel_dist.cli.words.parser import parse
+from roxxel_dist.cli.arguments import check_new_run
+from roxxel_dist.cli.flags import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.output import info
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import local_run
@@ -20,7 +21,7 @@ from roxxel_dist.settings.effect import check_effect, chosen
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.settings.values import with_numbers
 from roxxel_dist.sweep.driver.options import TrialOptions
-from roxxel_dist.sweep.space.versus import Versus
+from roxxel_dist.sweep.space.extras import Versus
 from roxxel_dist.utils.voice import argument
 
 DATA = ("datasets", "validation", "val_fraction", "eval_iters", "tokenizer_type", "data_dtype", "passes")
@@ -87,8 +88,6 @@ def versus(words: list[str]) -> int:
             held.enter_context(contextlib.redirect_stdout(sys.stderr))
         study, code = _run(args, held)
     if args.json:
-        import json
-
         from roxxel_dist.sweep.report.versus import versus_json
         from roxxel_dist.utils.display import plain
 
@@ -101,14 +100,14 @@ def _run(args: VersusArgs, held: ExitStack) -> tuple[Any, int]:
     from roxxel_dist.cli.sweep import study_bucket
     from roxxel_dist.sweep.driver import run
     from roxxel_dist.sweep.driver.options import SweepOptions
-    from roxxel_dist.sweep.study.folder import StudyDir, read_study
-    from roxxel_dist.view.web.report import write_study
+    from roxxel_dist.sweep.study.folder import DATA_PATH, StudyDir, read_study
+    from roxxel_dist.view.web.page import write_study
 
     with usage_errors():
         given = {field.name: getattr(args, field.name) for field in dataclasses.fields(TrialOptions)}
         options = SweepOptions(**given, study=args.study, count=2 * args.max_pairs, data_path=args.data_path)
         sides = _sides(args)
-        of_host = {} if sides is None else {name: getattr(sides[0], name) for name in ("cache_dir", "store_timeout")}
+        of_host = {} if sides is None else {name: getattr(sides.a, name) for name in ("cache_dir", "store_timeout")}
         bucket = study_bucket({"study": args.study, **of_host}, held)
         files = StudyDir(Path(args.study or "studies/versus")) if bucket is None else bucket.files
         if sides is None and not files.is_there:
@@ -116,6 +115,8 @@ def _run(args: VersusArgs, held: ExitStack) -> tuple[Any, int]:
                 f"nothing to compare, and {files.place} is no study yet: name two configs, as in versus A.yaml B.yaml, "
                 "or one and a change, as in versus A.yaml --set lr=0.002"
             )
+        if sides is not None:
+            sides.check(sides.data_path or files.metadata(DATA_PATH))
         if bucket is None:
             held.enter_context(files.hold(info))
         options = dataclasses.replace(options, study=files.place)
@@ -126,11 +127,10 @@ def _run(args: VersusArgs, held: ExitStack) -> tuple[Any, int]:
             search = run.open_sweep(options, None, Config.from_yaml(str(files.base_file)), None, bucket)
         else:
             assert sides is not None
-            config, data_path, changes, names = sides
             folder = held.enter_context(TemporaryDirectory())
-            definition, extras = _write(Path(folder), args, config, changes, names)
-            options = dataclasses.replace(options, extras=extras, data_path=data_path)
-            search = run.open_sweep(options, definition, config, None, bucket)
+            definition, extras = _write(Path(folder), args, sides)
+            options = dataclasses.replace(options, extras=extras, data_path=sides.data_path)
+            search = run.open_sweep(options, definition, sides.a, None, bucket)
         search = run.create_study(search, None)
     code = run.search(search, write_study)
     return read_study(files.path, files.url, is_searched=False), code
@@ -151,11 +151,37 @@ def _ended(files: Any, max_pairs: int) -> tuple[Any, int] | None:
     return study, 1 if found.is_vain else 0
 
 
-Side = tuple[Config, str | None, dict[str, Any], dict[str, str]]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sides:
+    """Two configurations to be compared."""
+
+    a: Config
+    b: Config
+    data_path: str | None
+    """What is named, or the data of a run; None: that of the study."""
+    names: dict[str, str]
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields that B changes."""
+        before, after = self.a.to_dict(), self.b.to_dict()
+        return {name: value for name, value in after.items() if name not in OF_PEOPLE and value != before[name]}
+
+    def check(self, data_path: str | None) -> None:
+        """Raises UserError for a config that no training of a comparison can have."""
+        for name, config in zip(self.names.values(), (self.a, self.b), strict=True):
+            try:
+                config.validate()
+                if config.wandb == "online":
+                    raise UserError("wandb is online, and the trials of a comparison write offline: make it offline")
+                check_effect(config, chosen(config))
+                check_new_run(config, data_path)
+            except UserError as error:
+                raise UserError(f"{name}: {error}") from error
 
 
-def _sides(args: VersusArgs) -> Side | None:
-    """(the config of A, its data, the fields that B changes, the names of both); None where nothing is named.
+def _sides(args: VersusArgs) -> _Sides | None:
+    """The two configurations; None where nothing is named.
 
     Raises UserError where they are not two configurations that can be compared.
     """
@@ -171,32 +197,14 @@ def _sides(args: VersusArgs) -> Side | None:
         raise UserError(f"{places[0]} is A, and there is no B: name a second config, or --set FIELD=VALUE")
     config, data = _read(places[0])
     other, other_data = (_changed(config, args.set), data) if args.set else _read(places[1])
-    data_path = args.data_path or data
     if args.data_path is None and other_data != data:
         raise UserError(f"data: {places[0]} reads {data}, and {places[1]} {other_data}: name it with --data_path")
-    before, after = (
-        {name: value for name, value in one.to_dict().items() if name not in OF_PEOPLE} for one in (config, other)
-    )
-    changes = {name: value for name, value in after.items() if value != before[name]}
     second = places[1] if len(places) == 2 else " ".join(args.set)
-    if not changes:
+    sides = _Sides(a=config, b=other, data_path=args.data_path or data, names={"A": places[0], "B": second})
+    if not sides.changes:
         raise UserError(f"{places[0]} and {second} are the same configuration but for the seed: nothing to compare")
     _check_alike(args, config, other)
-    for name, one in ((places[0], config), ("--set" if args.set else second, other)):
-        try:
-            _check(one, data_path)
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from error
-    return config, data_path, changes, {"A": places[0], "B": second}
-
-
-def _check(config: Config, data_path: str | None) -> None:
-    """Raises UserError for a config that no training of a comparison can have."""
-    config.validate()
-    if config.wandb == "online":
-        raise UserError("wandb is online, and the trials of a comparison write offline: make it offline")
-    check_effect(config, chosen(config))
-    check_new_run(config, data_path)
+    return sides
 
 
 def _read(place: str) -> tuple[Config, str | None]:
@@ -256,30 +264,27 @@ def _phases(fields: dict[str, Any]) -> list[dict[str, Any]]:
     return fields["phases"] or [whole]
 
 
-def _write(folder: Path, args: VersusArgs, config: Config, changes: Any, names: Any) -> tuple[str, str]:
+def _write(folder: Path, args: VersusArgs, sides: _Sides) -> tuple[str, str]:
     """(the file of the sweep that trains the pairs, its second file), written into a folder."""
-    import yaml
+    from roxxel_dist.cli.sweep import write_yaml
 
-    found = Versus(changes=changes, names=names, level=args.level, smallest=args.smallest)
+    found = Versus(changes=sides.changes, names=sides.names, level=args.level, smallest=args.smallest)
     metric = {"name": args.metric, "goal": "maximize" if args.maximize else "minimize"}
-    sweep = {"method": "grid", "metric": metric, "parameters": Versus.parameters(config.seed)}
-    files = folder / "versus.yaml", folder / "extras.yaml"
-    for file, content in zip(files, (sweep, {"versus": dataclasses.asdict(found)}), strict=True):
-        file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    return str(files[0]), str(files[1])
+    sweep = {"method": "grid", "metric": metric, "parameters": Versus.parameters(sides.a.seed)}
+    extras = {"versus": dataclasses.asdict(found)}
+    return write_yaml(folder, "versus.yaml", sweep), write_yaml(folder, "extras.yaml", extras)
 
 
-def _check_same(args: VersusArgs, files: Any, sides: Side | None) -> None:
+def _check_same(args: VersusArgs, files: Any, sides: _Sides | None) -> None:
     """Raises UserError where a study that is there compares something else, or in another way."""
     sweep = files.sweep()
     found = sweep.versus
     if found is None:
         raise UserError(f"--study {files.place} is a search, and no comparison: name another folder")
     if sides is not None:
-        config, _, changes, _ = sides
         before = Config.from_yaml(str(files.base_file)).to_dict()
-        is_same = all(before[name] == value for name, value in config.to_dict().items() if name not in OF_PEOPLE)
-        if not is_same or dict(found.changes) != changes:
+        is_same = all(before[name] == value for name, value in sides.a.to_dict().items() if name not in OF_PEOPLE)
+        if not is_same or dict(found.changes) != sides.changes:
             raise UserError(f"--study {files.place} compares other configurations: name another folder")
     begun = {"level": found.level, "smallest": found.smallest, "metric": sweep.metric}
     begun["maximize"] = sweep.goal == "maximize"

@@ -51,7 +51,8 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     is_first = not _stop.is_set()
     _stop.set()
     if is_first and os.environ.get(STATUS_ENV) != "1":  # else the launcher says it
-        line = f"{signal.Signals(number).name}: finishing this step and saving it; another Ctrl-C ends without saving"
+        how = "another Ctrl-C" if number == signal.SIGINT else "Ctrl-C"
+        line = f"{signal.Signals(number).name}: finishing this step and saving it; {how} ends without saving"
         with contextlib.suppress(OSError):  # a terminal that is closed
             os.write(2, f"\nroxxel-dist: {line}\n".encode())  # print may not be called here: the handler interrupts one
 

@@ -92,7 +92,7 @@ def append(
             return Roxxel(out)
         with staging(out, "build") as staged:
             separator = last.metadata.separator
-            options = inputs.options(tokenizer if corpus is not None else None, separator).continuing(last)
+            options = inputs.options(tokenizer if corpus is not None else None, separator).continue_from(last)
             tally = Tally()
             separated = separator is not None
             items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log, tally, separated=separated)

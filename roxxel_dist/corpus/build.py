@@ -93,6 +93,8 @@ def build(
     """
     for path in (paths,) if isinstance(paths, (str, os.PathLike)) else paths:
         check_local("a path of the data", path)
+    if not names_objects(out):
+        check_local("out", out)
     log, bucket = ProgressBars(progress), BucketOut.open(out, remote or RemoteConfig()) if names_objects(out) else None
     out = Path(out) if bucket is None else bucket.folder
     sources = check_settings(
@@ -123,12 +125,12 @@ def build(
         return Roxxel(out / inputs.splits[0])
     if bucket.is_whole and all(bucket.holds(split, inputs.record) for split in inputs.splits):
         log.line(f"{bucket.store.url} already holds this data set: nothing to do")
-        return bucket.opened(inputs.splits[0])
+        return bucket.open_split(inputs.splits[0])
     if not overwrite:
         bucket.check_free()
     with bucket.sending(log) as finished:
         _build(inputs, out, workers, True, log, finished)
-    return bucket.opened(inputs.splits[0])
+    return bucket.open_split(inputs.splits[0])
 
 
 def _build(

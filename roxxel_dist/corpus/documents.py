@@ -54,8 +54,8 @@ class TextFile:
     changed_ns: int
 
     def documents(self, text_key: str) -> Documents:
-        """Its documents, in order, with those that are empty. ValueError if it has changed since it was found, or has
-        another format than its name."""
+        """The documents of the file, in order, with empty ones. ValueError if it has changed since it was found, or
+        has another format than its name."""
         if self.kind == "text":
             data = self.path.read_bytes()
             same = checksum(data) == self.digest

@@ -24,7 +24,7 @@ import tokenizers
 
 from roxxel_dist.corpus.documents import pieces
 from roxxel_dist.corpus.tally import Encoded, Tally, changes
-from roxxel_dist.data.files.token_types import smallest_dtype
+from roxxel_dist.data.files.format import smallest_dtype
 from roxxel_dist.data.files.writer import TextDocument
 from roxxel_dist.data.tokenizer.tokenizer import Kind, Tokenizer, train_tokenizer
 from roxxel_dist.process import interrupt

@@ -108,7 +108,7 @@ class BuildInputs:
             tally.empty = empty
 
     def arrays(self, split: str, skipped: int, advance: Callable[[int], None]) -> Iterator[np.ndarray]:
-        """The same for tokens; `advance` is called with the bytes of every finished document."""
+        """The documents of a split of tokens, without the first `skipped`; `advance` gets the bytes of each."""
         for number, document in enumerate(self.source.read_documents()):
             if self.in_split(split, number):
                 skipped -= 1

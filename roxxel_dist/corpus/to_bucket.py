@@ -111,12 +111,12 @@ class BucketOut:
         """Whether a split is in the bucket, by its `build.json`; `record` makes that file from the fingerprint."""
         try:
             data = self.store.read(f"{split}/{BUILD_FILE}".lstrip("/"))
-            with self.opened(split) as dataset:
+            with self.open_split(split) as dataset:
                 return json.loads(data) == json.loads(record(fingerprint=dataset.fingerprint))
         except (StoreNotFoundError, ValueError):
             return False
 
-    def opened(self, split: str) -> Roxxel:
+    def open_split(self, split: str) -> Roxxel:
         """The data set of a split in the bucket."""
         return Roxxel(str(self.store.url.join(split)), remote=self.config)
 

@@ -65,13 +65,13 @@ def longest_window(shapes: Sequence[Shape], name: str, order: int = SPREAD) -> i
     return max(reading or [shape.seq_len for shape in shapes])
 
 
-def cut_in_units(
+def make_sources(
     datasets: Mapping[str, Ranges], shapes: Sequence[Shape], before: Mapping[str, UnitSource], order: int
 ) -> dict[str, UnitSource]:
     """Data sets cut in units for their longest window.
 
     One that was there before keeps its units, so that its pass goes on, unless a window is longer than a unit: then it
-    is cut anew, and `carried_over` begins its next pass.
+    is cut anew, and `carry_cursor` begins its next pass.
     """
     sources = {}
     for name, ranges in datasets.items():
@@ -134,7 +134,7 @@ def _first_change(before: UnitSource, ranges: Ranges) -> int | None:
     return next((number for number, (old, new) in enumerate(pairs) if new is None or tuple(old) != tuple(new)), None)
 
 
-def carried_over(before: Cursor | None, earlier: UnitSource | None, source: UnitSource, key: Key) -> Cursor:
+def carry_cursor(before: Cursor | None, earlier: UnitSource | None, source: UnitSource, key: Key) -> Cursor:
     """A data set's cursor after an amendment; `before` and `earlier` are its cursor and the data set as they were.
 
     Added units are read in this pass. The next pass begins where units became longer, for of the spread units that are
@@ -145,8 +145,8 @@ def carried_over(before: Cursor | None, earlier: UnitSource | None, source: Unit
         return source.new_pass(key, 0)
     if source.units.size != earlier.units.size or _first_change(earlier, source.units.ranges) is not None:
         return source.new_pass(key, before.pass_index + 1)
-    before, units = before.settled(earlier), (earlier.units.count, source.units.count)
+    before, units = before.without_windows(earlier), (earlier.units.count, source.units.count)
     if units[0] == units[1]:
         return before
     rest = key.rest_of_pass(source.number, before.pass_index)
-    return Cursor(pass_index=before.pass_index, remaining=before.remaining.amended(before.used, units, rest))
+    return Cursor(pass_index=before.pass_index, remaining=before.remaining.amend(before.used, units, rest))

@@ -23,7 +23,7 @@ class PassesApart(Allocation):
     """What a phase reads of one data set: the rest of a pass, and then whole passes."""
 
     def offsets(self, first: int, stop: int) -> np.ndarray:
-        """As `Allocation.offsets`."""
+        """int64[stop - first]: the first tokens of the windows [first, stop), in the order in which they are read."""
         place, end, pieces = first + self.cursor.windows, stop + self.cursor.windows, []
         while place < end:
             number, inside = self._find(place)
@@ -34,7 +34,7 @@ class PassesApart(Allocation):
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def cursor_after(self, windows: int) -> Cursor:
-        """As `Allocation.cursor_after`, to the window."""
+        """The data set's cursor once so many windows are read, to the window."""
         number, inside = self._find(self.cursor.windows + windows)
         return replace(_part(self, number).cursor, windows=inside, seq_len=self.seq_len)
 
@@ -65,7 +65,7 @@ def _part(phase: PassesApart, number: int) -> Allocation:
 
 @dataclass(kw_only=True, eq=False)
 class ApartBuilder:
-    """As `SegmentBuilder`, with passes apart: a segment for each phase."""
+    """Cuts phases into segments, as `SegmentBuilder`, with passes apart: a segment for each phase."""
 
     sources: Mapping[str, UnitSource]
     cursors: dict[str, Cursor]
@@ -91,7 +91,7 @@ class ApartBuilder:
         for (name, _), count in zip(shape.weights, quota(mixture.cumulative, items), strict=True):
             source, cursor = self.sources[name], self.cursors[name]
             if cursor.seq_len != shape.seq_len:
-                cursor = cursor.settled(source)
+                cursor = cursor.without_windows(source)
             units = cursor.remaining.size - cursor.used
             read = PassesApart(source=source, cursor=cursor, units=units, seq_len=shape.seq_len, key=self.key)
             passes = read.passes_begun(count * shape.rows_per_item)

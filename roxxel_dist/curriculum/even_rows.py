@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from roxxel_dist.curriculum.permutation import splitmix64
 from roxxel_dist.curriculum.plan import Rows
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.units import Ranges
@@ -82,7 +83,9 @@ class EvenRows:
         windows = _windows(self._ranges, length)
         # Python's numbers: of a large set i x W is beyond int64.
         bounds = np.array([i * windows // count for i in range(count + 1)], np.int64)
-        window = bounds[:-1] + (_hash(np.arange(count)) % np.diff(bounds).astype(np.uint64)).astype(np.int64)
+        window = bounds[:-1] + (splitmix64(np.uint64(0), np.arange(count)) % np.diff(bounds).astype(np.uint64)).astype(
+            np.int64
+        )
         before = np.cumsum([0, *(tokens // length for _, tokens in self._ranges)])
         where = np.searchsorted(before, window, side="right") - 1
         starts = np.array([start for start, _ in self._ranges], np.int64)
@@ -91,11 +94,3 @@ class EvenRows:
 
 def _windows(ranges: Ranges, length: int) -> int:
     return sum(tokens // length for _, tokens in ranges)
-
-
-def _hash(numbers: np.ndarray) -> np.ndarray:
-    """uint64 of integers of any shape: the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
-    z = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import floor
@@ -23,6 +24,14 @@ HEAVIEST = 1e12
 EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 LEAST_SHARE = 1e-4
 """Of a data set in a blend: rarer ones would make the blocks in which shares are exact too long."""
+
+
+class PhaseError(UserError):
+    """A field of a phase breaks its rule."""
+
+    def __init__(self, phase: "Phase", problem: str) -> None:
+        super().__init__(f"{phase!r}: {problem}")
+        self.problem: str = problem
 
 
 @dataclass(frozen=True)
@@ -55,56 +64,59 @@ class Phase:
 
     def __post_init__(self) -> None:
         if isinstance(self.epochs, Mapping):
-            raise UserError(f"{self!r}: epochs is a mapping: the shares of data sets are weights={dict(self.epochs)}")
+            raise PhaseError(self, f"epochs is a mapping: the shares of data sets are weights={dict(self.epochs)}")
         if self.steps is None and self.epochs is None:
-            raise UserError(f"{self!r}: give steps or epochs")
+            raise PhaseError(self, "give steps or epochs")
         if self.steps is not None and self.epochs is not None:
-            raise UserError(
-                f"{self!r}: steps is {self.steps!r} and epochs is {self.epochs!r}: both are the length of the "
-                f"phase, so give one of them"
+            raise PhaseError(
+                self,
+                f"steps is {self.steps!r} and epochs is {self.epochs!r}: both are the length of the "
+                f"phase, so give one of them",
             )
         if self.batch_size is None or self.seq_len is None:
-            raise UserError(f"{self!r}: batch_size and seq_len must be given")
+            raise PhaseError(self, "batch_size and seq_len must be given")
         for name, least in (("steps", 1), ("batch_size", 1), ("seq_len", 2)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise UserError(f"{self!r}: {name} is {value!r}, and must be a whole number of at least {least}")
+                raise PhaseError(self, f"{name} is {value!r}, and must be a whole number of at least {least}")
             if value is not None and value > MOST_WHOLE and value != ENDLESS:
-                raise UserError(f"{self!r}: {name} is {value!r}, and must be at most {MOST_WHOLE:,}")
+                raise PhaseError(self, f"{name} is {value!r}, and must be at most {MOST_WHOLE:,}")
         is_number = isinstance(self.epochs, int | float) and not isinstance(self.epochs, bool)
         if self.epochs is not None and not (is_number and 0 < self.epochs < 1e9):
-            raise UserError(f"{self!r}: epochs is {self.epochs!r}, and must be a number above 0 and below 1e9")
+            raise PhaseError(self, f"epochs is {self.epochs!r}, and must be a number above 0 and below 1e9")
         for name, (first, second) in {"blend": ("step", "row"), "packing": ("contiguous", "documents")}.items():
             if getattr(self, name) not in (first, second):
-                raise UserError(f"{self!r}: {name} is {getattr(self, name)!r}, and must be {first!r} or {second!r}")
+                raise PhaseError(self, f"{name} is {getattr(self, name)!r}, and must be {first!r} or {second!r}")
         if self.weights is not None:
             self._check_weights(self.weights)
             if self.epochs is not None and not self.weights.get("self"):
-                raise UserError(
-                    f"{self!r}: epochs is {self.epochs!r}, which counts passes over self, and the weight of self is 0: "
-                    f"give steps instead of epochs"
+                raise PhaseError(
+                    self,
+                    f"epochs is {self.epochs!r}, which counts passes over self, and the weight of self is 0: "
+                    f"give steps instead of epochs",
                 )
 
     def _check_weights(self, weights: object) -> None:
         if not isinstance(weights, Mapping) or not weights:
-            raise UserError(f"{self!r}: weights must be a mapping such as {{self: 0.9, code: 0.1}}")
+            raise PhaseError(self, "weights must be a mapping such as {self: 0.9, code: 0.1}")
         for name, weight in weights.items():
             is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
             if not is_number or not 0 <= weight < HEAVIEST:
-                raise UserError(
-                    f"{self!r}: the weight of {name!r} is {weight!r}: it must be a number of at least 0 and below "
-                    f"{HEAVIEST:g}"
+                raise PhaseError(
+                    self,
+                    f"the weight of {name!r} is {weight!r}: it must be a number of at least 0 and below {HEAVIEST:g}",
                 )
         total = float(sum(weights.values()))
         if total <= 0:
-            raise UserError(f"{self!r}: all weights are 0: at least one must be above")
+            raise PhaseError(self, "all weights are 0: at least one must be above")
         weight, name = min((weight, name) for name, weight in weights.items() if weight > 0)
         if weight / total < LEAST_SHARE:
             least = LEAST_SHARE * (total - weight) / (1 - LEAST_SHARE)
-            raise UserError(
-                f"{self!r}: the weight of {name!r} is {weight:g}, which is {weight / total:.6g} of the sum of all "
+            raise PhaseError(
+                self,
+                f"the weight of {name!r} is {weight:g}, which is {weight / total:.6g} of the sum of all "
                 f"weights ({total:.6g}): this share must be 0, or at least {LEAST_SHARE:g}: use a weight of at least "
-                f"{1.001 * least:.4g}, or 0"
+                f"{1.001 * least:.4g}, or 0",
             )
 
     @property
@@ -143,7 +155,9 @@ class Phase:
             )
         names = [f.name for f in fields(cls)]
         if unknown := [key for key in phase if key not in names]:
-            raise UserError(f"phases: {unknown[0]!r} is not a field of a phase: they are {', '.join(names)}")
+            near = get_close_matches(str(unknown[0]), names, n=1)
+            cure = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(names)}"
+            raise UserError(f"phases: {unknown[0]!r} is not a field of a phase: {cure}")
         return cls(**numbers_in(phase))
 
 
@@ -203,8 +217,11 @@ def all_phases(given: Sequence[Phase | Mapping[str, Any]]) -> list[Phase]:
         try:
             phases += phases_of(one)
         except UserError as error:
-            which = f"phase {number} of {len(given)}: " if len(given) > 1 else ""
-            raise UserError(which + (str(error).removeprefix("phases: ") if which else str(error))) from error
+            problem = str(error).removeprefix("phases: ")
+            if isinstance(error, PhaseError) and isinstance(one, Mapping):
+                problem = error.problem
+            which = f" of {len(given)}" if len(given) > 1 else ""
+            raise UserError(f"phase {number}{which}: {problem}") from error
     return phases
 
 
@@ -310,7 +327,7 @@ class Curriculum:
         return plan.rows_read(first, first + steps)["self"]
 
     def hold_out(self, fraction: float) -> "tuple[Curriculum, Roxxel]":
-        """The same phases without the last part of every shard of the primary data set.
+        """The curriculum without the last part of every shard of the primary data set.
 
         Args:
             fraction: the share that is held out, at least 0 and less than 1.

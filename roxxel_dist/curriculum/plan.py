@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roxxel_dist.curriculum.amend import Amendment, carried_over, check, check_added, cut_in_units
+from roxxel_dist.curriculum.amend import Amendment, carry_cursor, check, check_added, make_sources
 from roxxel_dist.curriculum.apart import ApartBuilder
 from roxxel_dist.curriculum.segments import Cursor, Key, Segment, SegmentBuilder, Shape, UnitSource
 from roxxel_dist.data.units import APART, SPREAD, Ranges
@@ -68,7 +68,7 @@ class Plan:
         if not isinstance(seed, int) or seed < 0:
             raise UserError(f"seed is {seed!r}: it must be a whole number of at least 0")
         self.order: int = order
-        sources = cut_in_units(datasets, phases, {}, order)
+        sources = make_sources(datasets, phases, {}, order)
         check(phases, sources)
         self._build(seed, max_passes, [Amendment(from_step=0, skip=0, shapes=tuple(phases), sources=sources)])
 
@@ -99,9 +99,8 @@ class Plan:
             builder = make(sources=amendment.sources, cursors=cursors, key=key, max_passes=max_passes)
             self._rest = builder.build(amendment.shapes, first)
             self._extend_to(self.total_steps - 1 if self.total_steps < ENDLESS else first)
-        self.datasets: tuple[str, ...] = tuple(
-            dict.fromkeys(name for amendment in amendments for name in amendment.sources)
-        )
+        names = (name for amendment in amendments for name in amendment.sources)
+        self.datasets: tuple[str, ...] = tuple(dict.fromkeys(names))
         self._ahead = (0, 0, (np.empty((0, 0), np.int32), np.empty((0, 0), np.int64), 0, False))
 
     def _extend_to(self, step: int) -> None:
@@ -127,7 +126,7 @@ class Plan:
         if not amendment.is_fork:
             check_added(earlier, {name: source.units.ranges for name, source in amendment.sources.items()})
         return before | {
-            name: carried_over(before.get(name), earlier.get(name), source, key)
+            name: carry_cursor(before.get(name), earlier.get(name), source, key)
             for name, source in amendment.sources.items()
         }
 
@@ -164,7 +163,7 @@ class Plan:
         return self._amended(step, phases, datasets, skip, is_fork=False)
 
     def fork(self, step: int, phases: Sequence[Shape], *, datasets: Mapping[str, Ranges]) -> "Plan":
-        """As `amend`, and ranges may be taken away from a data set: then its next pass begins at `step`."""
+        """Amend the plan; ranges may be taken away from a data set too: then its next pass begins at `step`."""
         return self._amended(step, phases, datasets, 0, is_fork=True)
 
     def _amended(
@@ -186,7 +185,7 @@ class Plan:
             raise UserError(f"skip is {skip}: it must be 0 or more steps")
         shapes = tuple(phases) if phases is not None else last.shapes
         ranges = datasets or {name: source.units.ranges for name, source in last.sources.items()}
-        sources = cut_in_units(ranges, shapes, last.sources, self.order)
+        sources = make_sources(ranges, shapes, last.sources, self.order)
         check(shapes, sources)
         total = sum(shape.steps for shape in shapes)
         if total <= step:
@@ -205,8 +204,8 @@ class Plan:
         Raises:
             IndexError: the plan has no such step.
         """
-        first, number = self._find(step)
-        return first.in_pass(number)
+        segment, number = self._find(step)
+        return segment.in_pass(number)
 
     def _find(self, step: int) -> tuple[Segment, int]:
         """The segment in which `step` is, or like which its own is, so many passes later."""
@@ -262,8 +261,8 @@ class Plan:
                 offset[items] = allocation.offsets(low, low + len(items) * width).reshape(-1, width)
         numbers = np.array([self.datasets.index(a.source.name) for a in segment.allocations], np.int32)
         dataset = np.repeat(numbers[chosen], width)
-        shape, size = segment.shape, (stop - first, segment.shape.batch_size)
-        dataset, offset = dataset.reshape(size), offset.reshape(size)
+        shape = segment.shape
+        dataset, offset = (array.reshape(stop - first, shape.batch_size) for array in (dataset, offset))
         for array in (dataset, offset):  # `rows` hands out views of them
             array.flags.writeable = False
         return dataset, offset, shape.seq_len, shape.packing == "documents"
@@ -282,7 +281,7 @@ class Plan:
         Raises:
             IndexError: the plan has no such step.
         """
-        shape = self._find(step)[0].shape
+        shape = self.shape_at(step)
         return shape.batch_size, shape.seq_len
 
     def tokens(self, step: int) -> int:
@@ -337,7 +336,7 @@ class Plan:
         Raises:
             IndexError: the plan has no such step.
         """
-        return self.segment(step).shape
+        return self._find(step)[0].shape
 
     def datasets_from(self, step: int) -> set[str]:
         """The names of the data sets that `step` and those after it may read."""
@@ -346,7 +345,7 @@ class Plan:
         return {name for amendment, end in spans if step < end for name in amendment.sources}
 
     def copy(self) -> "Plan":
-        """The same plan for another thread: one caches the rows that it computed last, and serves one reader."""
+        """A copy of the plan for another thread: one caches the rows that it computed last, and serves one reader."""
         return Plan.from_state(self.state(0))
 
     # -- state and description
@@ -354,13 +353,8 @@ class Plan:
     def state(self, step: int) -> dict[str, Any]:
         """The state in a checkpoint from which the plan continues: a few numbers per phase and shard, of any size."""
         amendments = [amendment.state() for amendment in self.amendments]
-        return {
-            "step": step,
-            "seed": self.seed,
-            "max_passes": self.max_passes,
-            "amendments": amendments,
-            "order": self.order,
-        }
+        own = {"step": step, "seed": self.seed, "max_passes": self.max_passes}
+        return own | {"amendments": amendments, "order": self.order}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Plan":

@@ -19,8 +19,7 @@ from typing import Literal
 import numpy as np
 
 from roxxel_dist.curriculum.mixture import Mixture, cumulative_weights, quota
-from roxxel_dist.curriculum.permutation import Permutation
-from roxxel_dist.curriculum.spread import SpreadOrder
+from roxxel_dist.curriculum.permutation import Permutation, SpreadOrder
 from roxxel_dist.data.units import SPREAD, Units
 from roxxel_dist.process.exit_codes import UserError
 
@@ -39,19 +38,19 @@ class Key:
 
     # The third or second number names the kind of order, so that two orders never share a key.
     def new_pass(self, data_set: int, pass_index: int) -> tuple[int, ...]:
-        """Of the units of a pass, from its first step on."""
+        """The key of the units of a pass, from its first step on."""
         return self.seed, data_set, pass_index, 0
 
     def rest_of_pass(self, data_set: int, pass_index: int) -> tuple[int, ...]:
-        """Of the units that an amendment leaves of a pass."""
+        """The key of the units that an amendment leaves of a pass."""
         return self.seed, data_set, pass_index, 0, self.level
 
     def windows(self, data_set: int, pass_index: int, unit: int) -> tuple[int, ...]:
-        """Of the windows of a chunk, by the place of its first unit in the pass."""
+        """The key of the windows of a chunk, by the place of its first unit in the pass."""
         return self.seed, data_set, pass_index, self.level, 1, unit
 
     def mixture(self, step: int) -> tuple[int, ...]:
-        """Of the data sets in the segment that begins with a step."""
+        """The key of the data sets in the segment that begins with a step."""
         return self.seed, 2, self.level, step
 
 
@@ -82,7 +81,7 @@ class RemainingUnits:
         """All of so many units."""
         return cls(size=units, order=_order(units, key, block), block=block)
 
-    def amended(self, used: int, units: tuple[int, int], key: Sequence[int]) -> "RemainingUnits":
+    def amend(self, used: int, units: tuple[int, int], key: Sequence[int]) -> "RemainingUnits":
         """What remains after `used` units were given out, and the units [units[0], units[1]) were added."""
         added, stop = units
         size = self.size - used + stop - added
@@ -149,7 +148,7 @@ class Cursor:
     seq_len: int = 0
     """Tokens of these windows."""
 
-    def settled(self, source: UnitSource) -> "Cursor":
+    def without_windows(self, source: UnitSource) -> "Cursor":
         """Without windows: the rest of a chunk that was begun is given up."""
         chunks = -(-self.windows // (source.chunk * (source.units.size // self.seq_len))) if self.windows else 0
         used = self.used + chunks * source.chunk

@@ -6,7 +6,6 @@ import operator
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -27,7 +26,6 @@ from roxxel_dist.data.remote.open import RemoteReader, open_shards, read_beside
 from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.units import steps_in_a_pass
-from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
 
@@ -132,8 +130,7 @@ class Roxxel:
     def guessed_dtype(self) -> np.dtype | None:
         """The dtype, if neither the files nor an argument define it."""
         file = self.shards[0]
-        is_guessed = isinstance(file, ForeignFile) and file.is_headerless and self._dtype is None
-        return file.dtype if is_guessed else None
+        return file.dtype if isinstance(file, ForeignFile) and file.is_headerless and self._dtype is None else None
 
     @property
     def vocab_size(self) -> int | None:
@@ -247,9 +244,8 @@ class Roxxel:
         Raises:
             ValueError: a window is not within one of `ranges`.
         """
-        return self._reader.read(
-            np.asarray(offsets, np.int64), length, self.dtype if dtype is None else np.dtype(dtype)
-        )
+        kind = self.dtype if dtype is None else np.dtype(dtype)
+        return self._reader.read(np.asarray(offsets, np.int64), length, kind)
 
     def segments(self, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """The document of each token of some windows, and the token's position in it.
@@ -329,9 +325,8 @@ class Roxxel:
             ValueError: `val_fraction` is out of range.
         """
         if not 0 <= val_fraction < 1:
-            raise UserError(
-                f"{argument('val_fraction', val_fraction)}: the share that is held out, at least 0 and less than 1"
-            )
+            share = argument("val_fraction", val_fraction)
+            raise UserError(f"{share}: the share that is held out, at least 0 and less than 1")
         pairs = [split_slice(part, val_fraction) for part in self._slices]
         held_out = self._view(second for _, second in pairs)
         return (self._view(first for first, _ in pairs) if val_fraction else self), held_out
@@ -453,31 +448,3 @@ class Roxxel:
         if self._closed or self._opened is None:
             return f"Roxxel({self.filepath!r}: {'closed' if self._closed else 'no file yet'})"
         return f"Roxxel({self.filepath!r}: {self.documents} documents, {self.num_tokens} tokens, {self.dtype})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLocation:
-    """The location of one token."""
-
-    path: Path | ObjectUrl
-    """The shard."""
-    document: int
-    """The number of its document in that shard, from 0."""
-    position: int
-    """Tokens of the document before it."""
-
-
-def locate_token(dataset: Roxxel, offset: int) -> TokenLocation:
-    """The location of token `offset`, counted from the data set's start over all shards.
-
-    Raises:
-        ValueError: the data set has no such token.
-    """
-    number = int(dataset.first_tokens.searchsorted(offset, side="right")) - 1
-    last = int(dataset.first_tokens[-1]) + len(dataset.shards[-1].tokens) - 1
-    if not 0 <= offset <= last:
-        raise UserError(f"token {offset}: the data set has tokens 0 to {last}")
-    shard, inside = dataset.shards[number], offset - int(dataset.first_tokens[number])
-    document = int(shard.document_ends.searchsorted(inside, side="right"))
-    start = int(shard.document_ends[document - 1]) if document else 0
-    return TokenLocation(path=shard.path, document=document, position=inside - start)

@@ -1,62 +1,151 @@
-"""A process's view of the plan: the rows for its own devices, read and placed on the mesh.
+"""A process's view of the plan: the rows for its own devices, fetched ahead, read and placed on the mesh.
 
 jax is imported only to place batches: a process that reads numpy arrays starts without it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from roxxel_dist.curriculum.even_rows import EvenRows
 from roxxel_dist.curriculum.phases import Curriculum, Phase
-from roxxel_dist.curriculum.plan import ENDLESS, Rows
-from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.data.dataset import Roxxel, locate_token
+from roxxel_dist.curriculum.plan import ENDLESS, Plan, Rows
+from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.packing import Packed
-from roxxel_dist.data.remote.ahead import FetchAhead, Windows
+from roxxel_dist.data.remote.fetch import Fetcher
 from roxxel_dist.data.verify import DamagedData, VerifiedBlocks
+from roxxel_dist.objects.errors import StoreError
+from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.process.exit_codes import UserError
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh, NamedSharding
 
+RowPlan = Plan | EvenRows
+"""Which rows each step reads."""
 STEPS_AHEAD = 4
 ALL_ROWS = slice(None)
+SPAN_BYTES = 32 << 20
+"""Bytes of windows that are fetched in one span."""
+SPANS = 4
+"""Spans to fetch ahead, at most."""
+AGAIN_S = 1.0
 
 
-class RowPlan(Protocol):
-    """Which rows each step reads: a `Plan`, or rows spread over a set."""
+class Windows(NamedTuple):
+    """Windows of one length in a data set, read by some steps."""
 
-    datasets: tuple[str, ...]
-    total_steps: int
+    name: str
+    """The name of the data set in the plan."""
+    data: Any
+    """The `Roxxel`."""
+    offset: np.ndarray
+    """int64 [N]: first tokens."""
+    length: int
+    packed: bool
+    """Whether segments are read too."""
 
-    def rows(self, step: int) -> Rows:
-        """The rows of a step."""
-        ...
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all windows."""
+        return len(self.offset) * self.length * self.data.dtype.itemsize
 
-    def shape_at(self, step: int) -> Shape:
-        """The shape of the phase of a step."""
-        ...
 
-    def shape(self, step: int) -> tuple[int, int]:
-        """(rows, tokens of a row) of a step's batch."""
-        ...
+class FetchAhead:
+    """A thread that fetches the windows of the steps from `first`, as far ahead as the cache allows.
 
-    def tokens(self, step: int) -> int:
-        """How many tokens the steps before `step` read."""
-        ...
+    The windows of one step are rarely adjacent, but those of many steps fill whole units, which are fetched in joined
+    ranges. So the first step is fetched alone, and the others in long spans of steps. It ends with
+    this object. Errors are not reported: the step that reads the window tries again, and raises.
 
-    def datasets_from(self, step: int) -> set[str]:
-        """The names of the data sets that a step and those after it may read."""
-        ...
+    Args:
+        windows: returns the windows of the steps [first, stop).
+        first: the next step to be read.
+        stop: one past the last step.
+        fetchers: of the data sets.
+    """
 
-    def copy(self) -> "RowPlan":
-        """One for another thread."""
-        ...
+    def __init__(
+        self, windows: Callable[[int, int], Iterable[Windows]], first: int, stop: int, fetchers: Sequence[Fetcher]
+    ) -> None:
+        self._position = _Position(first)
+        weakref.finalize(self, self._position.close).atexit = False
+        threading.Thread(
+            target=_run, args=(self._position, windows, stop, fetchers), name="roxxel-ahead", daemon=True
+        ).start()
+
+    def reached(self, step: int) -> None:
+        """The reader is about to read `step`."""
+        self._position.reach(step)
+
+
+class _Position:
+    """The reader's current step, shared with the thread."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.closed = step, False
+        self._change = threading.Condition()
+
+    def reach(self, step: int) -> None:
+        with self._change:
+            self.step = step
+            self._change.notify_all()
+
+    def close(self) -> None:
+        with self._change:
+            self.closed = True
+            self._change.notify_all()
+
+    def wait_for(self, step: int) -> bool:
+        """Wait until the reader reaches a step; False if the reader has gone."""
+        with self._change:
+            self._change.wait_for(lambda: self.closed or self.step >= step)
+        return not self.closed
+
+
+def _run(
+    position: _Position, windows: Callable[[int, int], Iterable[Windows]], stop: int, fetchers: Sequence[Fetcher]
+) -> None:
+    """Fetch span after span."""
+    step = position.step
+    _fetch(list(windows(step, min(step + 1, stop))))
+    step += 1
+    while step < stop and not position.closed:
+        step = max(step, position.step)
+        most = min(SPANS * SPAN_BYTES, *(fetcher.ahead_bytes for fetcher in fetchers))
+        size = max(1, sum(span.nbytes for span in windows(step, step + 1)))
+        count = max(1, min(SPAN_BYTES, most // 2) // size)
+        ahead = max(count + 1, most // size)
+        if not position.wait_for(step + count - ahead):
+            return
+        if _fetch(list(windows(step, min(step + count, stop)))):
+            # The store is unavailable: the reader uses the cache, and this thread continues when the store is back.
+            time.sleep(AGAIN_S)
+            continue
+        step += count
+
+
+def _fetch(spans: Sequence[Windows]) -> bool:
+    """Fetch some windows; returns whether the store has failed."""
+    failed = False
+    for span in spans:
+        try:
+            span.data.fetch(span.offset, span.length, documents=span.packed)
+        except StoreError:
+            failed = True
+        except ValueError:  # damage: the step that reads the window raises it
+            pass
+    return failed
 
 
 class Stream:
@@ -162,7 +251,7 @@ class Stream:
                     yield Windows(self.plan.datasets[number], self.datasets[number], offset[chosen], length, packed)
 
     def twin(self) -> "Stream":
-        """The same stream for another thread."""
+        """A copy of the stream for another thread."""
         named = {self.plan.datasets[number]: dataset for number, dataset in self.datasets.items()}
         return Stream(self.plan.copy(), named, self.sharding, self.step, self.grad_accum)
 
@@ -310,3 +399,31 @@ def to_global_array(
         return pieces[number][start - low : stop - low, index[1]]
 
     return jax.make_array_from_callback(shape, sharding, local)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLocation:
+    """The location of one token."""
+
+    path: Path | ObjectUrl
+    """The shard."""
+    document: int
+    """The number of its document in that shard, from 0."""
+    position: int
+    """Tokens of the document before it."""
+
+
+def locate_token(dataset: Roxxel, offset: int) -> TokenLocation:
+    """The location of token `offset`, counted from the data set's start over all shards.
+
+    Raises:
+        ValueError: the data set has no such token.
+    """
+    number = int(dataset.first_tokens.searchsorted(offset, side="right")) - 1
+    last = int(dataset.first_tokens[-1]) + len(dataset.shards[-1].tokens) - 1
+    if not 0 <= offset <= last:
+        raise UserError(f"token {offset}: the data set has tokens 0 to {last}")
+    shard, inside = dataset.shards[number], offset - int(dataset.first_tokens[number])
+    document = int(shard.document_ends.searchsorted(inside, side="right"))
+    start = int(shard.document_ends[document - 1]) if document else 0
+    return TokenLocation(path=shard.path, document=document, position=inside - start)

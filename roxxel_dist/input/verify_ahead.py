@@ -29,7 +29,7 @@ class Verification:
         self._reached, self._verified, self._wake = 0, 1 << 62, 1 << 62
 
     def follow(self, stream: Stream, last_step: int) -> None:
-        """From now on verify what a stream reads up to `last_step`; what was followed before is left."""
+        """Verify what a stream reads from now on up to `last_step`; what was followed before is left."""
         self.close()
         if self.blocks is None:
             return

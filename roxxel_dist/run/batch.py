@@ -4,9 +4,10 @@ from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, CheckpointMetadata, MetaFile
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.data.dataset import Roxxel, locate_token
+from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.input.stream import locate_token
 from roxxel_dist.place.directory import CONFIG, DATA, is_run, no_run
 from roxxel_dist.place.run_place import bucket_folder
 from roxxel_dist.process.durable import FormatError

@@ -21,7 +21,7 @@ from roxxel_dist.process.durable import FORMAT, check_format, write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.platforms import DeviceNeeds
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
-from roxxel_dist.settings.values import EXPONENT, as_choice, fits, is_text, type_name, with_numbers
+from roxxel_dist.settings.values import EXPONENT, as_choice, fits, is_text, type_name, whole_number, with_numbers
 from roxxel_dist.utils.component import MOST_WHOLE, DocWithFields, component
 from roxxel_dist.utils.voice import argument
 
@@ -200,8 +200,9 @@ class Config(_Copied):
         for name, value in self.to_dict().items():
             place = f"{source}: " if source else ""
             if not fits(value, FIELD_TYPES[name]):
-                cure = f": write [{value}]" if isinstance(value, dict) and fits([], FIELD_TYPES[name]) else ""
-                raise UserError(f"{place}{name} is {value!r}: it must be {type_name(FIELD_TYPES[name])}{cure}")
+                state = "has no value" if value is None and source else f"is {value!r}"
+                cure = _cure(name, value, of_file=bool(source))
+                raise UserError(f"{place}{name} {state}: it must be {type_name(FIELD_TYPES[name])}{cure}")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, as plain values for YAML."""
@@ -252,9 +253,11 @@ class Config(_Copied):
         values = flat_fields(values, source)
         if "parameters" in values and {"method", "metric"} & values.keys():
             raise UserError(f"{source}: this is the file of a sweep, not a config: `sweep --sweep_config` takes it")
-        for key in values:
+        for key, value in values.items():
             if key not in FIELD_TYPES and key != RECORD:
-                raise UserError(f"{source}: {unknown(key)}")
+                nested = isinstance(value, Mapping) and nearest(key, [*FIELD_TYPES]) is None
+                names = f"there is no section {key!r}: write its fields at the top, or in {', '.join(SECTIONS)}"
+                raise UserError(f"{source}: {names if nested else unknown(key)}")
         config = cls(**{key: _read(key, value) for key, value in values.items() if key != RECORD})
         config.check_types("" if source == "config" else source)
         return config
@@ -270,6 +273,7 @@ def yaml_problem(error: Exception) -> str:
     mark, what = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is not None and what:
         cure = ": write spaces in place of the tab" if r"'\t'" in what else ""
+        cure = cure or (": remove the tag, the word with !" if "constructor for the tag" in what else "")
         return f"line {mark.line + 1}, column {mark.column + 1}: {what}{cure}"
     return " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
 
@@ -388,7 +392,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
         return meant
     if same := [each for each in known if _letters(each) == _letters(name)]:
         return same[0]
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.55)), None)
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.63)), None)
 
 
 def _letters(name: str) -> str:
@@ -411,9 +415,24 @@ def takes_fractions(name: str) -> bool:
     return name in FIELD_TYPES and fits(0.5, FIELD_TYPES[name])
 
 
+def _cure(name: str, value: Any, *, of_file: bool) -> str:
+    """How a value of a wrong type is mended, where that is known."""
+    if isinstance(value, dict) and fits([], FIELD_TYPES[name]):
+        return f": write [{value}]"
+    if isinstance(value, bool) and of_file:
+        return ": on, off, yes and no are True and False in YAML"
+    try:
+        is_quoted = isinstance(value, str) and fits(parse_yaml(value, name), FIELD_TYPES[name])
+    except UserError:
+        return ""
+    return f": write {value} without quotes" if is_quoted else ""
+
+
 def _read(name: str, value: Any) -> Any:
     """A YAML value for a field. YAML reads 5e-4 as text and only 5.0e-4 as a number."""
     value = as_choice(FIELD_TYPES[name], value)
+    if isinstance(value, str) and not takes_fractions(name) and fits(1, FIELD_TYPES[name]):
+        return whole_number(value) or value
     if isinstance(value, str) and takes_fractions(name):
         try:
             return float(value)

@@ -63,6 +63,12 @@ def as_choice(kind: Any, value: Any) -> Any:
     return meant if meant in get_args(kind) else value
 
 
+def whole_number(text: str) -> int | None:
+    """The whole number that 1e3 and 2.5e1 are, which YAML and Python do not take for one; None for other text."""
+    number = float(text) if EXPONENT.fullmatch(text) else 0.5
+    return int(number) if number.is_integer() else None
+
+
 def with_numbers(value: Any) -> Any:
     """The same with text such as 5e-4, which YAML does not take for a number, converted to numbers at any depth."""
     if isinstance(value, Mapping):

@@ -18,8 +18,7 @@ from roxxel_dist.process.exit_codes import EXIT_USAGE, UserError
 from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.settings.training import TRIAL
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.sweep.trial.process import ROXXEL, launch_command
-from roxxel_dist.sweep.trial.task import Ranks
+from roxxel_dist.sweep.trial.process import ROXXEL, Ranks, launch_command
 from roxxel_dist.sweep.trial.trial import config_of
 
 CONFIG_ENV, DATA_ENV = "ROXXEL_SWEEP_CONFIG", "ROXXEL_SWEEP_DATA"

@@ -192,8 +192,9 @@ class _RequestedRun:
         now = {**self.fingerprint, "seed": self.options.seed, "schedule": schedule}
         for name, old in was.items():
             if old and now[name] and old != now[name]:
+                change = now[name].changes_from(old) if name == "schedule" else f"{old}, now {now[name]}"
                 raise UserError(
-                    f"the run in {self.folder} is finished, and was made with another {name} ({old}, now {now[name]}), "
+                    f"the run in {self.folder} is finished, and was made with another {name} ({change}), "
                     f"which would change nothing: put it back. To continue, give its phases more steps and "
                     f"{argument('amend')}, or a larger max_steps. Or start a new run"
                 )
@@ -243,11 +244,12 @@ class _RequestedRun:
             return before
         if not amend:
             name = fields[0]
+            change = f"{getattr(saved, name)}, now {self.fingerprint[name]}"
+            if name == "corpus":
+                change += ", that of " + ", ".join(str(data.filepath) for data in self.curriculum.datasets.values())
             raise UserError(
-                f"the run in {folder} was made with another {name} ({getattr(saved, name)}, now "
-                f"{self.fingerprint[name]}): put it back to resume, change it from step {step + 1} on with "
-                f"{argument('amend')}, "
-                f"or start in a new run directory"
+                f"the run in {folder} was made with another {name} ({change}): put it back to resume, change it from "
+                f"step {step + 1} on with {argument('amend')}, or start in a new run directory"
             )
         seed = self.options.seed
         if before.seed != seed:

@@ -118,7 +118,7 @@ def _merged(buckets: Sequence[Bucket], width: int) -> list[Bucket]:
     return merged
 
 
-def reduced(buckets: Sequence[Bucket], most: int) -> Sequence[Bucket]:
+def reduce_buckets(buckets: Sequence[Bucket], most: int) -> Sequence[Bucket]:
     """The curve in at most `most` buckets, each of them wider, for a smaller picture."""
     width = 1
     while len({bucket.begin // width for bucket in buckets}) > most:
@@ -192,17 +192,13 @@ class Curves:
                 self.row[name] = known[-1][1]
                 if name not in self._skipped:
                     gaps = [step for step, value in known if not math.isfinite(value)]
-                    self._curve(self.gaps, name).add(gaps, [0.0] * len(gaps)) if gaps else None
+                    self.gaps.setdefault(name, Curve()).add(gaps, [0.0] * len(gaps)) if gaps else None
                 known = [pair for pair in known if math.isfinite(pair[1])]
                 steps, values = [step for step, _ in known], [value for _, value in known]
             else:
                 self.row[name] = values[-1]
             if values and name not in self._skipped:
-                self._curve(self.curves, name).add(steps, values)
-
-    @staticmethod
-    def _curve(curves: dict[str, Curve], name: str) -> Curve:
-        return curves.setdefault(name, Curve())
+                self.curves.setdefault(name, Curve()).add(steps, values)
 
 
 def _is_finite(values: Sequence[Any]) -> bool:

@@ -9,15 +9,14 @@ from rich.text import Text
 
 from roxxel_dist.launcher.control.record import Restart
 from roxxel_dist.launcher.output import clock, printable, scaled
-from roxxel_dist.sweep.report.text import STATES, counts, parameter_columns, short_names, varied
+from roxxel_dist.sweep.report.text import STATES, counts, parameter_columns, short_names, varied_parameters
 from roxxel_dist.sweep.report.versus import versus_text
 from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.utils.display import aligned, counted
 from roxxel_dist.view.curve import Points
-from roxxel_dist.view.items import JobState, State
-from roxxel_dist.view.run import RankState, RunState, worst
-from roxxel_dist.view.study import StudyState
+from roxxel_dist.view.items import JobState, State, StudyState
+from roxxel_dist.view.run import RankState, RunState, worst_ranks
 
 CURVES = ("cyan", "yellow", "green", "magenta")
 ALIVE = ("training", "searching", "running", "starting", "restarting", "stopping")
@@ -217,7 +216,7 @@ def _blend(run: RunState) -> list[Text]:
 def _ranks(ranks: Sequence[RankState]) -> list[Text]:
     if not ranks:
         return []
-    shown = worst(ranks, MOST_RANKS)
+    shown = worst_ranks(ranks, MOST_RANKS)
     rows = [["rank", "host", "pid", "state", "step", "behind", "ms/step"]]
     for rank in shown:
         still_s = rank.still_s or 0.0
@@ -286,7 +285,7 @@ def _study(state: StudyState, room: int) -> list[Text]:
         )
     trials = sorted(history.trials.values(), key=lambda trial: (trial.state != "running", -trial.number))
     trials = trials[: max(0, room - len(lines) - 1)]
-    names, *values = parameter_columns(trials, varied(study) or list(sweep.space.names))
+    names, *values = parameter_columns(trials, varied_parameters(study) or list(sweep.space.names))
     rows = [["trial", "state", "step", sweep.metric[-MOST_METRIC:], *names]]
     for trial, params in zip(trials, values, strict=True):
         step, value = trial.reports[-1] if trial.reports else ("", None)

@@ -1,26 +1,118 @@
-"""The items of `roxxel-dist top`: runs, studies and jobs by name, or the newest active one."""
+"""The items of `roxxel-dist top`: studies and jobs as they grow; and runs, studies and jobs, by name or the newest."""
 
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.control.record import JobRecord
-from roxxel_dist.place.directory import JOURNAL, METRICS, is_run, is_study, no_run
+from roxxel_dist.place.directory import DEFINITION, JOURNAL, METRICS, is_run, is_study, no_run
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.file_lock import LOCK, is_held
 from roxxel_dist.sweep.report.text import as_json
+from roxxel_dist.sweep.samplers.pairs import outcome
+from roxxel_dist.sweep.space.sweep_file import Sweep
+from roxxel_dist.sweep.study.folder import EXTRAS, Study, StudyDir
+from roxxel_dist.sweep.study.journal import History
 from roxxel_dist.utils.display import plain
 from roxxel_dist.view.bucket import BucketRunReader
 from roxxel_dist.view.run import RankRates, RankState, RunReader, RunState
-from roxxel_dist.view.study import StudyReader, StudyState
+from roxxel_dist.view.tail import Tail, json_objects
 
+RUNS, STUDIES = Path("runs"), Path("studies")
+NOTHING = f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder"
+LOOK_S = 2.0
+"""Seconds between searches for new items, while `top` is open."""
 TAIL_BYTES, TAIL_LINES = 16 << 10, 12
+"""Of the end of a log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyState:
+    """The state of a study at one moment."""
+
+    study: Study
+    state: str
+    """"searching", "finished" (nothing is left to do), or "stopped"."""
+    workers: int
+    """The number of running trials."""
+    began: float | None
+    """The start of its first trial, in seconds since 1970."""
+    left_s: float | None
+    """Seconds until `run_cap` trials have ended, at the mean duration so far; None if unknown."""
+    steps_left: int | None
+    """Remaining steps of the running trials, if they train as long as the longest so far."""
+
+
+class StudyReader:
+    """Reads one study; call `read` for each update. Raises ValueError if its definition cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: Path = path
+        self._journal = Tail(path / JOURNAL)
+        self._study = Study(
+            path=path, sweep=_sweep(path, *map(_stamp, (path / DEFINITION, path / EXTRAS))), history=History()
+        )
+
+    def read(self) -> StudyState:
+        """The current state of the study."""
+        events = json_objects(self._journal.lines())
+        if self._journal.restarted:
+            self._study = replace(self._study, history=History())
+        history = self._study.history
+        for event in events:
+            with suppress(KeyError, TypeError):  # a damaged line, which `report` names
+                history.apply(event)
+        self._study = replace(self._study, is_searched=is_held(self.path / LOCK, unknown=False))
+        return state_of(self._study)
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """What changes when a file is written; empty if there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=256)
+def _sweep(path: Path, *_stamps: tuple[int, ...]) -> Sweep:
+    """The definition of a study: a list of studies is searched again every few seconds."""
+    return StudyDir(path).sweep()
+
+
+def state_of(study: Study) -> StudyState:
+    """The state of a study from its journal."""
+    trials, held = list(study.history.trials.values()), study.is_searched
+    running = list(study.history.running.values()) if held else []
+    longest = max((trial.step for trial in trials if trial.state == "done"), default=None)
+    left_s = study.history.seconds_left(study.sweep.run_cap, len(running), time.time()) if held else None
+    return StudyState(
+        study=study,
+        state="searching" if held else "finished" if _is_finished(study) else "stopped",
+        workers=len(running),
+        began=min((trial.began for trial in trials if trial.began), default=None),
+        left_s=left_s,
+        steps_left=None if longest is None or not held else sum(max(0, longest - trial.step) for trial in running),
+    )
+
+
+def _is_finished(study: Study) -> bool:
+    """Whether every trial that was asked for has ended, one with a value, and no more trials are known to come."""
+    history, sweep = study.history, study.sweep
+    if sweep.versus is not None:
+        return outcome(history, sweep.versus).ending is not None
+    grid = sweep.space.size if (history.method or sweep.method) == "grid" else None
+    count = min((n for n in (sweep.run_cap, grid) if n is not None), default=0)
+    return history.best is not None and not (history.running or history.paused) and len(history.trials) >= count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +150,6 @@ def last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
         return ()
 
 
-RUNS, STUDIES = Path("runs"), Path("studies")
-NOTHING = f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder"
-LOOK_S = 2.0
-"""Seconds between searches for new items, while `top` is open."""
-
 State = RunState | StudyState | JobState
 
 
@@ -72,6 +159,17 @@ class Item:
 
     name: str
     reader: RunReader | StudyReader | JobReader
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells items apart: the kind of reader, and the name."""
+        return type(self.reader).__name__, self.name
+
+
+def keep_readers(before: Iterable[Item], found: Iterable[Item]) -> list[Item]:
+    """The items that were found now; one that was there before keeps its reader, with what that has read."""
+    known = {item.key: item for item in before}
+    return [known.get(item.key, item) for item in found]
 
 
 def known_jobs() -> list[JobRecord]:
@@ -101,7 +199,7 @@ def items_of(names: Sequence[str]) -> list[Item]:
     if not names:
         return _newest()
     items = [item for name in names for item in _named(name)]
-    return list({_key(item): item for item in items}.values())
+    return list({item.key: item for item in items}.values())
 
 
 class Watched:
@@ -123,25 +221,16 @@ class Watched:
         self._looked = time.monotonic()
         with suppress(OSError, ValueError):  # a folder that is deleted or created now: the items stay
             found = self._find() if self._names or len(self.items) > 1 else self._successor(states)
-            before = {_key(item): item for item in self.items}
-            self.items = [before.get(_key(item), item) for item in found]
+            self.items = keep_readers(self.items, found)
 
     def _successor(self, states: Sequence[State]) -> list[Item]:
         """What follows on one item: the run of a job, once it has a folder, and a living run on one that has ended."""
         (item,) = self.items
-        if (
-            isinstance(item.reader, JobReader)
-            and (found := _of_job(item.reader.record))
-            and _key(found[0]) != _key(item)
-        ):
+        if isinstance(item.reader, JobReader) and (found := _of_job(item.reader.record)) and found[0].key != item.key:
             return found
         ended = bool(states) and not is_active(states[0])
         found = _newest() if ended else []
         return found if len(found) == 1 and is_active(read(found[0], brief=True, deadline=0.0)) else [item]
-
-
-def _key(item: Item) -> tuple[type, str]:
-    return type(item.reader), item.name
 
 
 def is_active(state: State) -> bool:
@@ -151,7 +240,7 @@ def is_active(state: State) -> bool:
     return state.state not in ("finished", "stopped", "done")
 
 
-def everything() -> list[Item]:
+def all_items() -> list[Item]:
     """The runs in `runs` and the studies in `studies`, then the runs of active jobs elsewhere.
 
     Raises ValueError if there are none.
@@ -165,13 +254,13 @@ def everything() -> list[Item]:
 
 
 def finder(names: Sequence[str]) -> Callable[[], list[Item]]:
-    """A function that returns `items_of` names, or `everything`: each call reads folders again, but buckets only once.
+    """A function that returns `items_of` names, or `all_items`: each call reads folders again, but buckets only once.
 
     Raises ValueError for an unknown name.
     """
     local = [name for name in names if bucket_url(name) is None]
     distant = [item for name in names if name not in local for item in _named(name)]
-    return lambda: [*distant, *(items_of(local) if local else [] if names else everything())]
+    return lambda: [*distant, *(items_of(local) if local else [] if names else all_items())]
 
 
 def _of_job(job: JobRecord) -> list[Item]:

@@ -49,7 +49,7 @@ class Columns(Mapping[str, np.ndarray]):
         return len(self._columns)
 
     def to_pandas(self) -> Any:
-        """The same as a `pandas.DataFrame`. Raises ImportError if pandas is not installed."""
+        """The table as a `pandas.DataFrame`. Raises ImportError if pandas is not installed."""
         from importlib import import_module  # an optional package
 
         return import_module("pandas").DataFrame(self._columns)

@@ -19,7 +19,7 @@ from roxxel_dist.process.process_stat import STATE, stat
 from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.train.log.timeline import FINISHED, NAME, TimeSpent
 from roxxel_dist.view.curve import Bucket, Curves, Points, number_of, points_of, step_of
-from roxxel_dist.view.tail import Tail, objects
+from roxxel_dist.view.tail import Tail, json_objects
 
 PORTION_BYTES, LEAST_BYTES = 512 << 10, 16 << 10
 """Bytes of a log between two looks at the time, and those that are read if there is no time left."""
@@ -206,7 +206,7 @@ def portions(tail: Tail, deadline: float | None) -> Iterator[list[dict[str, Any]
     """The objects of the new lines of a file in portions; after a time of `time.thread_time` one small portion more."""
     while True:
         is_late = deadline is not None and time.thread_time() >= deadline
-        yield objects(tail.lines(LEAST_BYTES if is_late else PORTION_BYTES))
+        yield json_objects(tail.lines(LEAST_BYTES if is_late else PORTION_BYTES))
         if not tail.unread_bytes or is_late:
             return
 
@@ -235,7 +235,8 @@ class RunReader:
             state = job.state
         checkpoints = _checkpoints(self.path / CHECKPOINTS)
         plan, best = _plan(self.path, checkpoints)
-        phases = _phases_of(plan["amendments"][-1]["shapes"]) if plan else () if brief else _planned(self.path)
+        title, tags, planned = _of_config(self.path / CONFIG, modified_time(self.path / CONFIG))
+        phases = _phases_of(plan["amendments"][-1]["shapes"]) if plan else () if brief else planned
         step = max(int(row.get("step", 0)), 0 if job is None or job.is_over else job.step - 1)
         if state == "stopped":  # it has saved a step after its last row, because not every step has a row
             step = max(step, *(checkpoint.step for checkpoint in checkpoints if not checkpoint.set_aside), 0)
@@ -249,7 +250,6 @@ class RunReader:
         last = cursor.get("last_step")  # max_steps may end a run before its phases do
         if phases and not (last and step <= last):  # no checkpoint yet, or none since a resume with more steps
             last = phases[-1].last
-        title, tags = _about(self.path / CONFIG, changed(self.path / CONFIG))
         now = RunState(
             name=self.name,
             path=str(self.path),
@@ -269,7 +269,7 @@ class RunReader:
             restarts=job.restarts if job else (),
             spent={},
             checkpoints=checkpoints,
-            updated=changed(self.path / METRICS),
+            updated=modified_time(self.path / METRICS),
         )
         if not brief:
             self._timeline.read(deadline)
@@ -332,13 +332,13 @@ class RankRates:
         return tuple(ranks)
 
 
-def worst(ranks: Sequence[RankState], most: int) -> list[RankState]:
+def worst_ranks(ranks: Sequence[RankState], most: int) -> list[RankState]:
     """The worst ranks, in their order: those that are stopped, then those that are most steps behind."""
     found = nsmallest(most, ranks, key=lambda rank: (rank.state != "stopped", -rank.behind, rank.rank))
     return sorted(found, key=lambda rank: rank.rank)
 
 
-def changed(path: Path) -> float:
+def modified_time(path: Path) -> float:
     """The time of the last write of a file; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
@@ -399,26 +399,16 @@ def _phases_of(shapes: Sequence[Mapping[str, Any]]) -> tuple[PhaseSpan, ...]:
     return tuple(phases)
 
 
-def _planned(run: Path) -> tuple[PhaseSpan, ...]:
-    """The phases of the config, if all of them give their steps: for a run without a checkpoint."""
-    return _phases_in(run / CONFIG, changed(run / CONFIG))
-
-
 @lru_cache(maxsize=4096)  # the list of the page has a line a run
-def _about(config: Path, _changed: float) -> tuple[str, tuple[str, ...]]:
-    """The name and the tags that a config gives its run."""
-    with suppress(OSError, ValueError, TypeError):
-        fields = load_yaml(config)
-        return str(fields.get("name") or ""), tuple(map(str, fields.get("tags") or ()))
-    return "", ()
-
-
-@lru_cache(maxsize=64)
-def _phases_in(config: Path, _changed: float) -> tuple[PhaseSpan, ...]:
+def _of_config(config: Path, _changed: float) -> tuple[str, tuple[str, ...], tuple[PhaseSpan, ...]]:
+    """The name and the tags that a config gives its run, and its phases, if all of them give their steps."""
+    name, tags = "", ()
     with suppress(OSError, ValueError, KeyError, TypeError):
-        shapes = [{"weights": {"self": 1.0}, **phase} for phase in load_yaml(config).get("phases") or ()]
-        return _phases_of([shape | {"weights": shape["weights"] or {"self": 1.0}} for shape in shapes])
-    return ()
+        fields = load_yaml(config)
+        name, tags = str(fields.get("name") or ""), tuple(map(str, fields.get("tags") or ()))
+        phases = fields.get("phases") or ()
+        return name, tags, _phases_of([{**phase, "weights": phase.get("weights") or {"self": 1.0}} for phase in phases])
+    return name, tags, ()
 
 
 def _realised(plan: str, first: int, stop: int) -> Mapping[str, float]:

@@ -69,10 +69,10 @@ class Tail:
         except OSError:
             return []
         lines = data.split(b"\n")[:-1]
-        return objects(lines[1:] if size > most else lines)
+        return json_objects(lines[1:] if size > most else lines)
 
 
-def objects(lines: list[bytes]) -> list[dict[str, Any]]:
+def json_objects(lines: list[bytes]) -> list[dict[str, Any]]:
     """The JSON objects in lines; other lines are skipped."""
     try:
         rows: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")  # one call is a third of the work

@@ -13,7 +13,7 @@ from reader import ROOT
 from roxxel_dist import Roxxel
 from roxxel_dist.checkpoint.metadata import ResumeSpec
 from roxxel_dist.corpus.build import build
-from roxxel_dist.data.files.token_types import smallest_dtype
+from roxxel_dist.data.files.format import smallest_dtype
 from roxxel_dist.data.tokenizer.tokenizer import train_tokenizer
 from roxxel_dist.settings.config import FIELD_TYPES
 from roxxel_dist.utils.voice import argument, command_line

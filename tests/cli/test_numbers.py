@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.cli import BACKENDS, COMMANDS, DATA, main
-from roxxel_dist.cli.words.flags import flags_of
-from roxxel_dist.cli.words.parser import LONGEST_S, parse
+from roxxel_dist.cli.flags import flags_of
+from roxxel_dist.cli.parser import LONGEST_S, parse
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, Config

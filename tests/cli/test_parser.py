@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist.cli import main
-from roxxel_dist.cli.words.arguments import ConfigArgs, TrainArgs, parse_config
-from roxxel_dist.cli.words.flags import Positional, Short
-from roxxel_dist.cli.words.parser import build, parse, read
+from roxxel_dist.cli.arguments import ConfigArgs, TrainArgs, parse_config
+from roxxel_dist.cli.flags import Positional, Short
+from roxxel_dist.cli.parser import build, parse, read
 from roxxel_dist.launcher.backends import options
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config
@@ -80,6 +80,7 @@ LINES = {
     "--wait 1.5h": {"wait": 5400.0},
     "--count 1 --count 2": {"count": 2},
     "--count 1_000": {"count": 1000},
+    "--count 1e3": {"count": 1000},
 }
 
 

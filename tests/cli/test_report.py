@@ -14,7 +14,7 @@ from runs import rows as logged
 
 from roxxel_dist import Phase
 from roxxel_dist.cli import main
-from roxxel_dist.cli.run_table import report_table
+from roxxel_dist.cli.report import report_table
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.process.exit_codes import pip_install
 from roxxel_dist.run.report import differences, read_runs

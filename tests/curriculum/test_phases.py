@@ -37,8 +37,8 @@ def test_errors_name_field_value_and_rule(fields, message):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"steps": 3, "batch_size": -4, "seq_len": 33}, r"^phase 2 of 3: Phase\(.*: batch_size is -4, and must be"),
-        ({"steps": 3, "batch": 4}, "^phase 2 of 3: 'batch' is not a field of a phase"),
+        ({"steps": 3, "batch_size": -4, "seq_len": 33}, "^phase 2 of 3: batch_size is -4, and must be"),
+        ({"steps": 3, "batch": 4}, "^phase 2 of 3: 'batch' is not a field of a phase: did you mean 'batch_size'?"),
         ({"steps": 3, "batch_size": [8, 4], "seq_len": 33}, r"^phase 2 of 3: batch_size is \[8, 4\]: the sizes of a"),
         (3, "^phase 2 of 3: 3 is not a phase"),
     ],
@@ -50,7 +50,7 @@ def test_an_error_in_one_of_several_phases_has_its_number(corpus, wrong, message
     if isinstance(wrong, dict):
         with pytest.raises(ValueError, match=message):
             Config(phases=[right, wrong, right]).validate()
-    with pytest.raises(ValueError, match=r"^(Phase\(|phases: )"):
+    with pytest.raises(ValueError, match=message.replace(" of 3", "").replace("phase 2", "phase 1")):
         Curriculum(corpus, [wrong])
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roxxel_dist.curriculum.permutation import SpreadOrder
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.curriculum.spread import SpreadOrder
 
 SOURCES = 4
 

@@ -11,7 +11,7 @@ from roxxel_dist import Roxxel
 from roxxel_dist.cli import main
 from roxxel_dist.corpus.build import build
 from roxxel_dist.corpus.encode import train_on
-from roxxel_dist.data.tokenizer.tokenizer import LONGEST_WORD, bounded, train_tokenizer
+from roxxel_dist.data.tokenizer.tokenizer import LONGEST_WORD, cut_long_words, train_tokenizer
 from roxxel_dist.process.exit_codes import UserError
 
 DAMAGE = {
@@ -108,7 +108,7 @@ LONG = {
 )
 def test_a_document_without_spaces_has_bounded_words(name):
     text = f"A first line.\n{LONG[name]}\nand a last one"
-    parts = list(bounded(text))
+    parts = list(cut_long_words(text))
     assert "".join(parts) == text
     split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
     assert max(end - start for part in parts for _, (start, end) in split(part)) <= LONGEST_WORD + 1  # and a space
@@ -118,4 +118,4 @@ def test_a_document_without_spaces_has_bounded_words(name):
 
 def test_texts_with_spaces_give_the_same_tokenizer_as_before():
     text = "Words, numbers 1234 and 漢字。\n" * 400 + "x" * LONGEST_WORD
-    assert list(bounded(text)) == [text]
+    assert list(cut_long_words(text)) == [text]

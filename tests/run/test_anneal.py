@@ -12,7 +12,7 @@ from corpora import write_corpus
 from roxxel_dist import Config, Experiment
 from roxxel_dist.checkpoint.metadata import CheckpointRef
 from roxxel_dist.cli import main
-from roxxel_dist.cli.words.arguments import parse_train
+from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.anneal import branches_of, make_decay_branch
 from roxxel_dist.settings.config import load_yaml

@@ -14,7 +14,7 @@ from runs import rows, saved
 
 from roxxel_dist import Config, Roxxel
 from roxxel_dist.cli import main
-from roxxel_dist.cli.run_table import evaluations_table
+from roxxel_dist.cli.models import evaluations_table
 from roxxel_dist.run.components import build_components
 from roxxel_dist.run.evaluate import Evaluation, evaluation_mesh, perplexity
 

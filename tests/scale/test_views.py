@@ -11,10 +11,9 @@ from pretended import LINEAR, cpu_of, exponent
 from roxxel_dist.launcher.control.record import JobRecord, RankProcess, this_process
 from roxxel_dist.sweep.study.journal import History
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.items import JobState
-from roxxel_dist.view.metrics import exposition
+from roxxel_dist.view.items import JobState, StudyReader
 from roxxel_dist.view.run import RankRates
-from roxxel_dist.view.study import StudyReader
+from roxxel_dist.view.web.metrics_server import exposition
 from roxxel_dist.view.web.sections import MOST_RANKS, sections
 
 SIZES = [(500, 4000), pytest.param((1000, 8000), marks=pytest.mark.long)]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from roxxel_dist import Config
-from roxxel_dist.cli.words.arguments import parse_train
+from roxxel_dist.cli.arguments import ConfigArgs, parse_config, parse_train
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.process.durable import FormatError
 from roxxel_dist.process.exit_codes import UserError
@@ -214,10 +214,10 @@ def test_words_are_fields_by_type():
 
 
 def test_numbers_as_people_write_them(tmp_path):
-    (tmp_path / "c.yaml").write_text("lr: 5e-4\nepochs: 2\n")
+    (tmp_path / "c.yaml").write_text("lr: 5e-4\nepochs: 2\nbatch_size: 1e3\n")
     config = Config.from_yaml(tmp_path / "c.yaml")
     config.validate()
-    assert config.lr == 5e-4
+    assert (config.lr, config.batch_size) == (5e-4, 1000)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +238,12 @@ def test_numbers_as_people_write_them(tmp_path):
         ("data_path: text.txt", "there is no field 'data_path': give data_path=PATH beside the config"),
         ("output_dir: out", "there is no field 'output_dir': give run_dir=FOLDER beside the config"),
         ("resume: true", "give resume=True beside the config"),
+        ("training: {steps: 3}", "there is no section 'training': write its fields at the top, or in model, attention"),
+        ('dim: "64"', "dim is '64': it must be a whole number: write 64 without quotes"),
+        ("lr:", "lr has no value: it must be a number"),
+        ("lr: yes", "lr is True: it must be a number: on, off, yes and no are True and False in YAML"),
+        ("batch_size: 15e-1", "batch_size is '15e-1': it must be a whole number"),
+        ("dim: !!python/name:os.system x", "remove the tag"),
         ("xyz: 1", "there is no field 'xyz': the help of `roxxel-dist train` lists the fields"),
     ],
 )
@@ -246,6 +252,23 @@ def test_a_wrong_file_is_told(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as caught:
         Config.from_yaml(tmp_path / "c.yaml")
     assert "c.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("seed: -1", [], "c.yaml: seed is -1"),
+        ("optimizer: adam", [], "c.yaml: optimizer is 'adam'"),
+        ("phases: [{steps: ten, batch_size: 4, seq_len: 9}]", [], "c.yaml: phase 1: steps is 'ten', and"),
+        ("seed: 3", ["--seed", "-1"], "seed is -1"),
+        ("seed: -1", ["--seed", "-2"], "seed is -2"),
+    ],
+)
+def test_a_rule_that_is_broken_in_a_file_names_it(tmp_path, text, words, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        parse_config(ConfigArgs, ["--config", str(tmp_path / "c.yaml"), *words], "plan")
+    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(message)
 
 
 def test_a_missing_file_is_told(tmp_path):

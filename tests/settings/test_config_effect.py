@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roxxel_dist.cli.words.arguments import parse_train
+from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.settings.config import FIELD_TYPES, Config
 from roxxel_dist.settings.effect import RULES, without_effect
 

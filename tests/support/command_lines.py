@@ -11,10 +11,9 @@ from typing import Any
 
 import yaml
 
-from roxxel_dist.cli import COMMANDS, main
+from roxxel_dist.cli import COMMANDS, arguments, main, parser
 from roxxel_dist.cli.completion import parser_of
-from roxxel_dist.cli.words import arguments, parser
-from roxxel_dist.cli.words.flags import Flag
+from roxxel_dist.cli.flags import Flag
 from roxxel_dist.launcher.backends import options
 from roxxel_dist.place.bucket_folder import BucketFolder
 from roxxel_dist.settings.config import Config

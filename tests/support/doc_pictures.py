@@ -21,7 +21,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.items import everything, items_of, read
+from roxxel_dist.view.items import all_items, items_of, read
 from roxxel_dist.view.web.server import Feed, PageServer
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def terminal(path: Path) -> None:
 
 def pages(folder: Path) -> None:
     """The page of the job's run, and the list on a phone, as PNG files."""
-    with PageServer(Feed(everything)) as server, Browser(folder) as browser:
+    with PageServer(Feed(all_items)) as server, Browser(folder) as browser:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser.open(server.link)
         browser.wait(lambda: browser.find("table a"), "the list")

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from command_lines import PATHS, flags
 
 from roxxel_dist.cli import main
-from roxxel_dist.cli.words.arguments import ConfigArgs
-from roxxel_dist.cli.words.flags import flags_of
+from roxxel_dist.cli.arguments import ConfigArgs
+from roxxel_dist.cli.flags import flags_of
 
 FIELDS = {f"--{flag.name}" for flag in flags_of(ConfigArgs)}
 BEGUN = {

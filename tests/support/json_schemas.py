@@ -26,9 +26,8 @@ from roxxel_dist.sweep.report.versus import PairOfRuns
 from roxxel_dist.sweep.samplers.pairs import Comparison as Pairs
 from roxxel_dist.sweep.study.journal import State, Trial
 from roxxel_dist.utils.component import field_docs
-from roxxel_dist.view.items import JobState
+from roxxel_dist.view.items import JobState, StudyState
 from roxxel_dist.view.run import RunState
-from roxxel_dist.view.study import StudyState
 
 Schema = dict[str, Any]
 NAMES: dict[Any, Any] = {

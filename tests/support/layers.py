@@ -31,20 +31,8 @@ RANKS = [
 # Inside a room likewise; FRONT are the files that lie in it and in none of its rooms.
 FRONT = ""
 INNER = {
-    "cli": [FRONT, "words"],
     "view": ["web", FRONT],
-    "sweep": [
-        "driver",
-        "executors",
-        "wandb_bridge",
-        FRONT,
-        "trial",
-        "report",
-        "schedulers",
-        "samplers",
-        "study",
-        "space",
-    ],
+    "sweep": ["driver", FRONT, "trial", "report", "samplers", "study", "space"],
     "run": ["estimate", FRONT],
     "train": [FRONT, "validation", "exact", "log", "step"],
     "data": [FRONT, "remote", "files", "tokenizer"],

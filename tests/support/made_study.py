@@ -10,7 +10,7 @@ import yaml
 
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.samplers import make
-from roxxel_dist.sweep.space.versus import Versus
+from roxxel_dist.sweep.space.extras import Versus
 from roxxel_dist.sweep.study.folder import StudyDir
 from roxxel_dist.sweep.study.journal import Journal
 

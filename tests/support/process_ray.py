@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from roxxel_dist.launcher.backends.ray.cluster import ray_variables
-from roxxel_dist.sweep.executors import ray_executor
+from roxxel_dist.sweep import ray_executor
 
 ADDRESS = "processes:0"
 """What stands for the address of a cluster."""
@@ -21,7 +21,7 @@ CPUS = 4
 MORE: dict[str, float] = {}
 """What its one node has besides."""
 CONTEXT = multiprocessing.get_context("forkserver")  # a process with jax has threads: it is not forked
-CONTEXT.set_forkserver_preload(["ray", "trial_bodies", "roxxel_dist.sweep.executors.ray_executor"])
+CONTEXT.set_forkserver_preload(["ray", "trial_bodies", "roxxel_dist.sweep.ray_executor"])
 
 
 def import_ray() -> Any:

@@ -28,8 +28,8 @@ import yaml
 from command_lines import PATHS
 
 from roxxel_dist.cli import main
-from roxxel_dist.cli.words.arguments import ConfigArgs
-from roxxel_dist.cli.words.flags import CONFIG_SECTIONS, Flag, flags_of
+from roxxel_dist.cli.arguments import ConfigArgs
+from roxxel_dist.cli.flags import CONFIG_SECTIONS, Flag, flags_of
 from roxxel_dist.settings.config import COMPONENTS, FIELD_TYPES
 
 PAGES_FROM, FOLDER = Path(__file__).parent / "reference_pages", Path(__file__).parents[2] / "docs" / "reference"

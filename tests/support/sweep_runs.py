@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import trial_bodies
 
-from roxxel_dist.sweep.driver.controller import Ending
+from roxxel_dist.sweep.driver.controller import Ending, run_sweep
 from roxxel_dist.sweep.driver.options import SweepOptions
-from roxxel_dist.sweep.driver.start import run_sweep
-from roxxel_dist.sweep.executors.local_ray import TOKEN, WAIT_ENV, WAIT_S
+from roxxel_dist.sweep.local_ray import TOKEN, WAIT_ENV, WAIT_S
 from roxxel_dist.sweep.samplers import make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.study.journal import read_history, without_torn_tail

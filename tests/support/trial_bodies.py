@@ -230,9 +230,9 @@ def main() -> int:
     import process_ray
     import trial_bodies  # not __main__, which workers cannot import
 
-    from roxxel_dist.sweep.driver import start
+    from roxxel_dist.sweep.driver import controller
+    from roxxel_dist.sweep.driver.controller import run_sweep
     from roxxel_dist.sweep.driver.options import SweepOptions
-    from roxxel_dist.sweep.driver.start import run_sweep
     from roxxel_dist.sweep.samplers import make
     from roxxel_dist.sweep.space.sweep_file import sweep_of
 
@@ -242,7 +242,7 @@ def main() -> int:
         module, _, constant = name.rpartition(".")
         setattr(import_module(f"roxxel_dist.{module}"), constant, seconds)
     if told["options"]["ray_address"] == process_ray.ADDRESS:
-        start.connected = process_ray.connected
+        controller.connected = process_ray.connected
 
     def task_of(trial: int, params: dict[str, Any], attempt: int) -> dict[str, Any]:
         return {"trial": trial, "params": params, "attempt": attempt, "folder": str(study), **told.get("task", {})}

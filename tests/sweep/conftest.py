@@ -4,7 +4,7 @@ import process_ray
 import pytest
 from sweep_runs import Study, shared_ray
 
-from roxxel_dist.sweep.driver import start
+from roxxel_dist.sweep.driver import controller
 
 
 @pytest.fixture(scope="module")
@@ -19,5 +19,5 @@ def study(request, tmp_path, monkeypatch):
     """A study that is not begun."""
     if request.param == "ray":
         return Study(tmp_path, request.getfixturevalue("address"))
-    monkeypatch.setattr(start, "connected", process_ray.connected)
+    monkeypatch.setattr(controller, "connected", process_ray.connected)
     return Study(tmp_path, process_ray.ADDRESS)

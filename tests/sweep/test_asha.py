@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roxxel_dist.sweep.schedulers.asha import Asha
+from roxxel_dist.sweep.schedulers import Asha
 from roxxel_dist.sweep.study.journal import History
 
 RULE = {"type": "asha", "min_iter": 1, "eta": 2}

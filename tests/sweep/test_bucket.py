@@ -20,9 +20,9 @@ from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.process.exit_codes import EXIT_FILES
-from roxxel_dist.sweep.driver import bucket, start
+from roxxel_dist.sweep.driver import bucket, controller
 from roxxel_dist.sweep.samplers.pairs import outcome
-from roxxel_dist.sweep.space.versus import Versus
+from roxxel_dist.sweep.space.extras import Versus
 from roxxel_dist.sweep.study import stored_journal
 from roxxel_dist.sweep.study.journal import replay
 from roxxel_dist.sweep.study.stored_journal import JournalWriter, read_journal
@@ -101,7 +101,7 @@ class BucketStudy(Study):
 
 @pytest.fixture
 def study(s3, tmp_path, monkeypatch, request):
-    monkeypatch.setattr(start, "connected", process_ray.connected)
+    monkeypatch.setattr(controller, "connected", process_ray.connected)
     with s3.environment():
         study = BucketStudy(tmp_path, s3.url("studies", request.node.name), monkeypatch)
         study.on_another_host()

@@ -6,7 +6,7 @@ from commands import wait_for
 from sweep_runs import ONE, Study
 
 from roxxel_dist.sweep.driver.options import SweepOptions
-from roxxel_dist.sweep.executors.ray_executor import _options, check_room
+from roxxel_dist.sweep.ray_executor import _options, check_room
 
 
 def test_trials_are_run_reported_and_kept(study):

@@ -21,7 +21,7 @@ from roxxel_dist.data.units import APART
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.driver.data_search import changed_data, with_data
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
-from roxxel_dist.sweep.space.data_extras import DataExtras, MixtureSpec
+from roxxel_dist.sweep.space.extras import DataExtras, MixtureSpec
 from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep, sweep_of
 from roxxel_dist.sweep.study.journal import Trial
@@ -151,7 +151,7 @@ def test_uniform_shares_move_as_little_as_passes_ask_for(base: Config) -> None:
     given = (np.array([0.35, 0.35, 0.3]), uniform[1])
     with pytest.raises(InfeasibleError, match=r"max_passes is 0.9, and 1.1.* passes over 'math'"):
         budget.check(params | sweep.space.params_of(given))
-    moved = budget.moved(sweep.space.mixtures, given, params)
+    moved = budget.feasible_shares(sweep.space.mixtures, given, params)
     budget.check(params | sweep.space.params_of(moved))
 
     def kl(shares: tuple[np.ndarray, ...]) -> float:

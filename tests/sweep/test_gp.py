@@ -99,7 +99,7 @@ def test_drawn_values_are_as_likely_as_predicted() -> None:
     deviation = np.sqrt(deviation**2 + gp.DRAW_JITTER)
     assert np.abs((draws.mean(0) - mean) / deviation).max() < 0.15
     assert np.allclose(draws.std(0), deviation, rtol=0.1)
-    surer = process.given(fresh, draws[0])
+    surer = process.condition_on(fresh, draws[0])
     assert (surer.predict(fresh)[1] < deviation).all()
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from roxxel_dist.sweep.schedulers.hyperband import Hyperband, bands
+from roxxel_dist.sweep.schedulers import Hyperband, bands
 
 BY_MAX = {"type": "hyperband", "max_iter": 5, "eta": 2, "s": 2}
 

@@ -12,15 +12,15 @@ import pytest
 import yaml
 
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.report.text import as_json, table, varied
+from roxxel_dist.sweep.report.text import as_json, table, varied_parameters
 from roxxel_dist.sweep.samplers import make
 from roxxel_dist.sweep.space.distributions import distribution
 from roxxel_dist.sweep.space.sweep_file import read_sweep, sweep_of
 from roxxel_dist.sweep.space.values import as_text, from_json, to_json
 from roxxel_dist.sweep.study.folder import Study, StudyDir
 from roxxel_dist.sweep.study.journal import Journal, read_history
+from roxxel_dist.sweep.trial.process import TrialTask
 from roxxel_dist.sweep.trial.program import PARAMETERS, prepare
-from roxxel_dist.sweep.trial.task import TrialTask
 from roxxel_dist.utils.display import plain
 from roxxel_dist.view.web.sections import _params
 
@@ -163,8 +163,8 @@ def test_a_report_shows_a_parameter_that_differs_by_its_type_alone(tmp_path: Pat
         for number, value in enumerate((1, True)):
             journal.append({"event": "ask", "trial": number, "params": {"x": value, "y": math.nan}, "point": []})
     sweep = sweep_of({"parameters": {"z": {"values": [1, 2]}}})
-    assert "x" in varied(Study(path=tmp_path, sweep=sweep, history=read_history(tmp_path)))
-    assert "y" not in varied(Study(path=tmp_path, sweep=sweep, history=read_history(tmp_path)))
+    assert "x" in varied_parameters(Study(path=tmp_path, sweep=sweep, history=read_history(tmp_path)))
+    assert "y" not in varied_parameters(Study(path=tmp_path, sweep=sweep, history=read_history(tmp_path)))
 
 
 def test_two_parameters_of_one_name() -> None:

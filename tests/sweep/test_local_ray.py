@@ -15,14 +15,14 @@ import pytest
 from sweep_runs import Study
 
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
-from roxxel_dist.sweep.executors import local_ray
-from roxxel_dist.sweep.executors.local_ray import HELD, PREFIX, sweep_leftovers
+from roxxel_dist.sweep import local_ray
+from roxxel_dist.sweep.local_ray import HELD, PREFIX, sweep_leftovers
 
 LIMIT_S = 60.0
 LISTENS = """
 import os
 import psutil
-from roxxel_dist.sweep.executors.local_ray import local_ray
+from roxxel_dist.sweep.local_ray import local_ray
 before = dict(os.environ)
 for _ in range(2):
     with local_ray(3, 0.5, print) as (ray, _):

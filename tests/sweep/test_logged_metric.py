@@ -8,7 +8,7 @@ from tokenizers import models
 from roxxel_dist import Roxxel
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from roxxel_dist.settings.config import Config
-from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
+from roxxel_dist.sweep.driver.checks import check_of_trainings
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 
 LR = {"lr": {"min": 0.1, "max": 0.2}}

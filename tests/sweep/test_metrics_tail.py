@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.place.directory import METRICS
-from roxxel_dist.sweep.trial.metrics import MetricsTail, Report
+from roxxel_dist.sweep.trial.tail import MetricsTail, Report
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_a_mean_over_data_sets(rows: list[dict[str, float | None]], expected: li
     assert list(tail.losses) == [step for step, _ in expected]
     assert all(set(of_sets) == {"a", "b"} for of_sets in tail.losses.values())
     if not expected:
-        assert "and not val_loss/b: name those sets in `validation`" in tail.missing()
+        assert "and not val_loss/b: name those sets in `validation`" in tail.missing_message()

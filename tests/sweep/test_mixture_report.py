@@ -14,10 +14,10 @@ from roxxel_dist.cli import main
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.report.confirmation import Confirmation, Confirmed, confirmation
-from roxxel_dist.sweep.report.mixture import LawOfStudy, expected, mixtures_of
+from roxxel_dist.sweep.report.mixture import LawOfStudy, expected_confirmation, mixtures_of
 from roxxel_dist.sweep.report.surface import Estimate
 from roxxel_dist.sweep.report.text import best_config
-from roxxel_dist.sweep.study.confirm import BEST, NATURAL, Expected, longer
+from roxxel_dist.sweep.study.confirm import BEST, NATURAL, Expected, lengthen_phases
 from roxxel_dist.sweep.study.folder import read_study
 
 
@@ -153,7 +153,7 @@ def test_where_more_is_better_the_surface_marks_the_most(tmp_path):
 def test_a_confirmation_trains_longer_phases_with_new_seeds(tmp_path):
     read = read_study(made_mixtures(tmp_path, 2, 12))
     best, config = best_config(read, "--confirm 5")
-    made = expected(read, config, 5)
+    made = expected_confirmation(read, config, 5)
     names = read.sweep.space.mixtures[0].names
     assert list(made.phases) == [BEST, NATURAL]  # without data natural shares are uniform, and are trained once
     assert made.seeds == [config.seed + number for number in (1, 2, 3)]
@@ -237,7 +237,7 @@ def test_a_start_that_is_refused_begins_no_confirmation(place, capsys):
 def test_longer_phases_have_no_weights_of_0():
     """So that a baseline that is the best is known as one."""
     weights = {"self": 0.5, "code": 0.5}
-    made = longer(Config(phases=[{**PHASES[0], "weights": {**weights, "math": 0.0}}, PHASES[1]]), 10)
+    made = lengthen_phases(Config(phases=[{**PHASES[0], "weights": {**weights, "math": 0.0}}, PHASES[1]]), 10)
     assert made == [{**PHASES[0], "steps": 300, "weights": weights}, {**PHASES[1], "steps": 100}]
 
 
@@ -248,11 +248,11 @@ def test_parameters_that_are_weights_are_no_mixture(tmp_path):
     read = read_study(study)
     _, config = best_config(read, "--confirm 2")
     with pytest.raises(UserError, match="searches no mixtures"):
-        expected(read, config, 2)
+        expected_confirmation(read, config, 2)
 
 
 def test_a_best_trial_that_is_a_baseline_has_nothing_to_confirm(tmp_path):
     read = read_study(made_mixtures(tmp_path, 2, 1))
     _, config = best_config(read, "--confirm 2")
     with pytest.raises(UserError, match="is a baseline itself"):
-        expected(read, config, 2)
+        expected_confirmation(read, config, 2)

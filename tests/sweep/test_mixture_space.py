@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from roxxel_dist.sweep.space.mixture import RARE, MixtureSpace, mixture_space, nearest_by_kl, rounded
+from roxxel_dist.sweep.space.mixture import RARE, MixtureSpace, mixture_space, nearest_by_kl, round_shares
 
 BOUNDS = {
     "two": ([0, 0], [1, 1]),
@@ -102,8 +102,8 @@ def test_the_shares_of_a_trial_have_six_decimals_and_keep_every_bound(name: str)
 
 def test_a_share_that_is_too_small_for_a_phase_is_none() -> None:
     floors, caps = np.zeros(3), np.array([1.0, 1.0, 1e-3])
-    assert rounded(np.array([0.59996, 0.4, 0.00004]), floors, caps).tolist() == [0.6, 0.4, 0.0]
-    assert rounded(np.array([0.59993, 0.4, 0.00007]), floors, caps).tolist() == [0.5999, 0.4, 0.0001]
+    assert round_shares(np.array([0.59996, 0.4, 0.00004]), floors, caps).tolist() == [0.6, 0.4, 0.0]
+    assert round_shares(np.array([0.59993, 0.4, 0.00007]), floors, caps).tolist() == [0.5999, 0.4, 0.0001]
     space = mixture_space([1], ["a", "b", "c"], caps=[1, 1, 5e-5])
     assert space.caps.tolist() == [1, 1, 0]
     assert space.sample(np.random.default_rng(0))[2] == 0

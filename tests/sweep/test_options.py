@@ -6,8 +6,7 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.driver import run, sweep_run
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.trial import trial
-from roxxel_dist.sweep.trial.process import launch_command
-from roxxel_dist.sweep.trial.task import Ranks
+from roxxel_dist.sweep.trial.process import Ranks, launch_command
 
 
 def share(rules, **given):

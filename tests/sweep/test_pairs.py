@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from roxxel_dist.sweep.samplers.pairs import Pair, compare, evidence_of_losses, half_width, interval, looks
-from roxxel_dist.sweep.space.versus import Versus
+from roxxel_dist.sweep.samplers.pairs import Pair, compare, comparisons, evidence_of_losses, half_width, interval
+from roxxel_dist.sweep.space.extras import Versus
 
 NAN = math.nan
 STUDIES, PAIRS = 200, 20
@@ -38,7 +38,7 @@ TRUTHS = {"A/A": (0.0, DIFFERENT), "A/A within D": (0.0, SAME), "just above D": 
 
 def last(differences, versus):
     """The verdict at the end, whenever that came, and after how many pairs."""
-    *_, found = looks(pairs(differences), versus, 1.0)
+    *_, found = comparisons(pairs(differences), versus, 1.0)
     return found.verdict, found.pairs
 
 
@@ -121,11 +121,11 @@ def test_a_failing_side_loses_and_failures_alone_hold_the_level():
         rng = np.random.default_rng(number)
         a, b = (np.where(rng.random(PAIRS) < 0.4, NAN, one) for one in seed_noise(rng, 0.5))
         given = [Pair(seed=i, a=x, b=y) for i, (x, y) in enumerate(zip(a.tolist(), b.tolist(), strict=True))]
-        *_, found = looks(given, DIFFERENT, 1.0)
+        *_, found = comparisons(given, DIFFERENT, 1.0)
         wrong += found.verdict != "undecided"
     assert wrong <= 0.1 * STUDIES
     bad = [Pair(seed=i, a=1.0, b=NAN) for i in range(8)]
-    *_, found = looks(bad, DIFFERENT, 1.0)
+    *_, found = comparisons(bad, DIFFERENT, 1.0)
     assert (found.verdict, found.pairs, found.lost) == ("A", 6, {"A": 0, "B": 6})
     assert found.text() == "A is better (90 %, 6 pairs); B gave no number in 6 pairs and lost it"
     assert [evidence_of_losses(0, n) >= math.log(10) for n in (5, 6)] == [False, True]
@@ -161,9 +161,9 @@ def test_losses_beyond_doubt_weigh_with_the_differences():
 def test_pairs_that_say_nothing_end_a_comparison_when_they_are_the_most():
     none = Pair(seed=0, a=None, b=1.0, why="A: RESOURCE_EXHAUSTED")
     both = Pair(seed=1, a=NAN, b=NAN, why="A: the loss is nan")
-    [found] = looks([none, both], DIFFERENT, 1.0)
+    [found] = comparisons([none, both], DIFFERENT, 1.0)
     assert found.ending == "1 pair of 1 cannot be compared: A: RESOURCE_EXHAUSTED"
-    *_, found = looks([*pairs([1.0, 2.0]), none, both], DIFFERENT, 1.0)
+    *_, found = comparisons([*pairs([1.0, 2.0]), none, both], DIFFERENT, 1.0)
     assert (found.pairs, found.dropped, found.ending) == (2, 2, None)
     assert found.as_json()["low"] is None
 

@@ -9,11 +9,11 @@ from commands import environment, make_corpus, wait_for
 from trials import BASE, task
 
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.sweep.executors.private_disk import run_in_bucket
+from roxxel_dist.sweep.driver.bucket import run_in_bucket
 
 RUNNER = """
 import json, sys
-from roxxel_dist.sweep.executors.private_disk import run_in_bucket
+from roxxel_dist.sweep.driver.bucket import run_in_bucket
 for event in run_in_bucket(json.loads(sys.argv[1])):
     print(json.dumps(event), flush=True)
 """

@@ -11,8 +11,8 @@ from killed_drivers import ended, until
 from roxxel_dist.process import file_lock, process_stat
 from roxxel_dist.process.process_stat import AwakeClock
 
-TIMES = {"process.process_stat.GAP_S": 0.5, "sweep.executors.ray_executor.LOST_S": 2.0}
-TIMES |= {"sweep.executors.ray_executor.ASK_S": 0.2}
+TIMES = {"process.process_stat.GAP_S": 0.5, "sweep.ray_executor.LOST_S": 2.0}
+TIMES |= {"sweep.ray_executor.ASK_S": 0.2}
 STOPS, STOP_S = 2, 2.5
 
 

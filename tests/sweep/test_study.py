@@ -15,17 +15,23 @@ from roxxel_dist.cli import main
 from roxxel_dist.process.file_lock import hold_folder
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.driver.live_view import LiveView
-from roxxel_dist.sweep.report.importance import importances
-from roxxel_dist.sweep.report.plots import draw, limits, median_curve
-from roxxel_dist.sweep.report.text import as_json, parameter_columns, short_names, table, varied, write_best_config
+from roxxel_dist.sweep.report.plots import draw, importances, limits, median_curve
+from roxxel_dist.sweep.report.text import (
+    as_json,
+    parameter_columns,
+    short_names,
+    table,
+    varied_parameters,
+    write_best_config,
+)
 from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.study.folder import Study, StudyDir, flat, read_study, short
 from roxxel_dist.sweep.study.journal import History, Trial
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.metrics import exposition
-from roxxel_dist.view.study import StudyReader, state_of
-from roxxel_dist.view.web.report import write_study
+from roxxel_dist.view.items import StudyReader, state_of
+from roxxel_dist.view.web.metrics_server import exposition
+from roxxel_dist.view.web.page import write_study
 
 NAMES = ["dim", "use_moe", "optimizer", "lr"]
 
@@ -219,7 +225,7 @@ def test_a_program_of_ones_own_has_no_config(tmp_path):
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("roxxel_dist.view.web.report.LARGE", 3)
+    monkeypatch.setattr("roxxel_dist.view.web.page.LARGE", 3)
     path = made_study(tmp_path, 4)
     best = read_study(path).done[0]
     out, config = tmp_path / "out", tmp_path / "best.yaml"
@@ -239,7 +245,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 def test_parameters_that_all_share_are_not_shown(tmp_path):
     params = {"lr": {"min": 1e-4, "max": 1e-2}, "dim": {"value": 32}, "use_moe": {"value": True}}
     study = read_study(made_study(tmp_path, 4, parameters=params))
-    assert varied(study) == ["lr"]
+    assert varied_parameters(study) == ["lr"]
 
 
 def test_json_has_every_report(study):
@@ -284,7 +290,7 @@ def test_pictures_of_values_of_every_kind(tmp_path):
     """Null, texts, truth values, lists and nested names have curves as numbers have."""
     values, path = EVERY_KIND, every_kind(tmp_path / "study")
     study = read_study(path)
-    assert {*varied(study)} == {*values, "lr"}
+    assert {*varied_parameters(study)} == {*values, "lr"}
     with pytest.MonkeyPatch.context() as patch:
         labels = noted_labels(patch)
         pictures = draw(study, tmp_path / "report")

@@ -20,9 +20,9 @@ from sweep_desk import write_base, write_sweep
 
 from roxxel_dist.checkpoint.metadata import read_cursor
 from roxxel_dist.cli import main
+from roxxel_dist.sweep.driver import controller
 from roxxel_dist.sweep.driver import run as sweep_run
-from roxxel_dist.sweep.driver import start
-from roxxel_dist.sweep.executors.local_ray import PREFIX
+from roxxel_dist.sweep.local_ray import PREFIX
 from roxxel_dist.sweep.study.folder import read_study
 
 SWEEP = {
@@ -256,7 +256,7 @@ def test_a_cluster_that_does_not_answer_leaves_nothing_behind(desk, sweep, monke
     ],
 )
 def test_a_first_start_that_was_refused_can_be_mended(desk, sweep, monkeypatch, resources, said):
-    monkeypatch.setattr(start, "connected", process_ray.connected)
+    monkeypatch.setattr(controller, "connected", process_ray.connected)
     monkeypatch.setattr(process_ray, "MORE", {"GPU": 2.0, "slot": 1.0})
     (desk / "more.yaml").write_text(f"resources: {{{resources}}}")
     words = ("--extras", "more.yaml", "--count", 1, "--ray_address", process_ray.ADDRESS)

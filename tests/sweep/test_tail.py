@@ -161,7 +161,7 @@ def test_an_attempt_goes_on_behind_the_one_before_it_and_its_study_may_be_moved(
 def test_a_metric_that_is_no_number_is_called_what_it_is(tmp_path, value, said):
     tail = WandbTail(tmp_path, "loss", tmp_path)
     assert tail._value_in({"loss": value, "other": 1.0}) is None
-    assert re.search(said, tail.missing())
+    assert re.search(said, tail.missing_message())
     for huge in (10**400, float("inf"), "NaN"):
         assert str(tail._value_in({"loss": huge})) == "nan"
 

@@ -3,15 +3,15 @@
 import re
 from pathlib import Path
 
-from roxxel_dist.sweep.driver import controller
-from roxxel_dist.sweep.executors import private_disk, ray_executor
+from roxxel_dist.sweep import ray_executor
+from roxxel_dist.sweep.driver import bucket, controller
 from roxxel_dist.sweep.study import journal, stored_journal
 from roxxel_dist.sweep.trial import corpus, process, trial
 
 README = Path(controller.__file__).parents[1] / "README.md"
 MODULES = {
     module.__name__.rpartition(".")[2]: module
-    for module in (controller, journal, stored_journal, corpus, private_disk, process, ray_executor, trial)
+    for module in (controller, journal, stored_journal, corpus, bucket, process, ray_executor, trial)
 }
 
 

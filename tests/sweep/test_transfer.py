@@ -4,8 +4,8 @@ import pytest
 from made_study import made_study
 
 from roxxel_dist.settings.config import Config
+from roxxel_dist.sweep.driver.run import wide_config, write_transferred
 from roxxel_dist.sweep.study.folder import read_study
-from roxxel_dist.sweep.study.transfer import wide_config, write_transferred
 
 NARROW = {"dim": 64, "num_blocks": 2, "head_size": 32}
 

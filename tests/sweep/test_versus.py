@@ -23,12 +23,12 @@ from roxxel_dist.cli import main
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.config import Config
-from roxxel_dist.sweep.driver import run, start
+from roxxel_dist.sweep.driver import controller, run
 from roxxel_dist.sweep.driver.controller import Ending
 from roxxel_dist.sweep.report.versus import pair_of_runs, versus_json, versus_text
 from roxxel_dist.sweep.samplers.pairs import outcome, pairs_of
+from roxxel_dist.sweep.space.extras import Versus
 from roxxel_dist.sweep.space.sweep_file import sweep_of
-from roxxel_dist.sweep.space.versus import Versus
 from roxxel_dist.sweep.study.folder import Study
 from roxxel_dist.sweep.study.journal import replay
 from roxxel_dist.sweep.study.stored_journal import read_journal
@@ -244,8 +244,11 @@ BAD = [
     ("versus base.yaml long.yaml --data_path t.txt", "A and B differ in length (phases)"),
     ("versus base.yaml data.yaml --data_path t.txt", "A and B differ in data (datasets)"),
     ("versus base.yaml other.yaml", "base.yaml: no data: name"),
-    ("versus base.yaml --set eval_every=0 --data_path t.txt", "--set: eval_every is 0: it must be at least 1"),
-    ("versus base.yaml --set wandb=online lr=0.1 --data_path t.txt", "--set: wandb is online, and the trials of"),
+    ("versus base.yaml --set eval_every=0 --data_path t.txt", "eval_every=0: eval_every is 0: it must be at least 1"),
+    (
+        "versus base.yaml --set wandb=online lr=0.1 --data_path t.txt",
+        "wandb=online lr=0.1: wandb is online, and the trials of",
+    ),
     ("versus base.yaml other.yaml --data_path t.txt --level 1", "--level 1: must be at least 0.5 and below 1"),
     ("versus base.yaml other.yaml --data_path t.txt --smallest 0", "--smallest 0: must be more than 0"),
     ("versus base.yaml other.yaml --data_path t.txt --max_pairs 0", "--max_pairs 0: must be at least 1"),
@@ -256,6 +259,10 @@ BAD = [
     ("versus base.yaml --set lr=0.003 --data_path t.txt --study made", "--study made compares other configurations"),
     ("versus --study search", "--study search is a search, and no comparison"),
     ("versus base.yaml --set lr=0.1 --data_path t.txt --study hdfs://a/b", "--study is hdfs://a/b: it cannot be in"),
+    (
+        "versus base.yaml --set lr=0.1 --data_path t.txt --study ftp://a/b",
+        "in ftp://, which is no bucket that is known",
+    ),
     ("versus base.yaml other.yaml --data_path t.txt --metric val_loss/x", "there is no `validation`"),
     ("versus none other.yaml", "none"),
 ]
@@ -335,13 +342,17 @@ def made_run(folder, loss):
 def test_a_comparison_that_is_over_starts_nothing_and_is_shown(tmp_path, monkeypatch, capfd):
     """Neither Ray nor a training: the verdict is in the journal; `top` and the page have it too."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(start, "run_sweep", None)
+    monkeypatch.setattr(controller, "run_sweep", None)
     made_versus(tmp_path, [-0.1, -0.11, -0.1])
     verdict = "A is better by 0.103 (0.0736 to 0.154; 90 %, 3 pairs)"
     assert main(["versus", "--study", "compared"]) == 0
     assert capfd.readouterr().out.splitlines()[-1] == verdict
     assert main(["versus", "--study", "compared", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["verdict"] == "A"
+    (tmp_path / "text.txt").write_text("some text\n" * 400)
+    Config(tokenizer_type="byte", lr=0.001).save_yaml(tmp_path / "base.yaml")
+    assert main(["versus", "base.yaml", "--set", "lr=0.002", "--study", "compared"]) == 0  # which knows its data
+    assert capfd.readouterr().out.splitlines()[-1] == verdict
     assert main(["top", "compared", "--once"]) == 0
     shown = capfd.readouterr().out
     assert verdict in shown

@@ -14,9 +14,9 @@ from sweep_desk import text_sets
 from trials import program, split, task
 from wandb_sweeps import SweepServer
 
+from roxxel_dist.sweep import wandb_server as module
 from roxxel_dist.sweep.trial.trial import run
-from roxxel_dist.sweep.wandb_bridge import server as module
-from roxxel_dist.sweep.wandb_bridge.server import agent_trial
+from roxxel_dist.sweep.wandb_server import agent_trial
 
 ROOT = Path(__file__).parent.parent.parent
 SPACE = {"dim": {"values": [32, 64]}, "kv_heads": {"values": [1, 2]}, "lr": {"min": 1e-4, "max": 1e-2}}
@@ -24,7 +24,7 @@ SWEEP = {"method": "random", "metric": {"name": "val_loss", "goal": "minimize"},
 COMMAND = ["${env}", "python", "${program}", "${args}"]
 CREATE = """
 import json, sys
-from roxxel_dist.sweep.wandb_bridge.server import create_or_join
+from roxxel_dist.sweep.wandb_server import create_or_join
 print(create_or_join(json.loads(sys.argv[1]), project="tests"))
 """
 PROGRAM = """

@@ -206,5 +206,7 @@ def test_a_finished_run_that_was_amended_is_still_the_same(data):
     options = {"amend": False, "origin": RESUME_LATEST}
     start = resume.begin(finished, curriculum(data, LARGER), optimizer_of(**fields), LoopOptions(), **options)
     assert start.is_finished(LoopOptions())
-    with pytest.raises(UserError, match="is finished, and was made with another schedule"):
+    with pytest.raises(
+        UserError, match=r"is finished, and was made with another schedule \((\w+ [^,]+, now [^,]+(, )?)+\), which"
+    ):
         resume.begin(finished, curriculum(data, LARGER), optimizer_of(lr=1.0, **fields), LoopOptions(), **options)

@@ -7,8 +7,8 @@ import pytest
 from runs import make, rows, saved, train
 
 from roxxel_dist import Roxxel
-from roxxel_dist.data.dataset import locate_token
 from roxxel_dist.data.verify import DamagedData
+from roxxel_dist.input.stream import locate_token
 
 
 @pytest.fixture

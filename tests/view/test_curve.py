@@ -15,7 +15,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.view import run as run_file
-from roxxel_dist.view.curve import MOST, Curve, Curves, curve_of, points_of, reduced
+from roxxel_dist.view.curve import MOST, Curve, Curves, curve_of, points_of, reduce_buckets
 from roxxel_dist.view.frame import Look, chart, frame
 from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.tail import Tail
@@ -143,7 +143,7 @@ def test_a_spike_of_one_row_is_in_every_picture(tmp_path, count):
 
 def test_a_report_of_a_trial_with_many_validations_keeps_its_spike():
     trial = Trial(number=0, params={}, reports=[(step, SPIKE if step == 777 else 1.0) for step in range(5000)])
-    steps, _, _, high = columns(reduced(curve_of(trial.reports), LISTED_BUCKETS))
+    steps, _, _, high = columns(reduce_buckets(curve_of(trial.reports), LISTED_BUCKETS))
     assert (max(high), len(steps) <= LISTED_BUCKETS + 2, steps[0], steps[-1]) == (SPIKE, True, 0, 4999)
 
 

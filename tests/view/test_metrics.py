@@ -22,9 +22,8 @@ from roxxel_dist.cli import main
 from roxxel_dist.launcher.control.record import JobRecord, RankProcess, Restart, this_process
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.view.items import Item, JobReader, items_of
-from roxxel_dist.view.metrics import exposition
 from roxxel_dist.view.run import RunReader
-from roxxel_dist.view.web.metrics_server import MetricsServer, Scrapes, token_of
+from roxxel_dist.view.web.metrics_server import MetricsServer, Scrapes, exposition, token_of
 
 TOKEN = "a-token-of-some-length"
 

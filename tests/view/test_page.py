@@ -24,7 +24,7 @@ from served_page import serve
 
 from roxxel_dist.cli import main
 from roxxel_dist.curriculum.phases import Phase
-from roxxel_dist.sweep.report.mixture import expected
+from roxxel_dist.sweep.report.mixture import expected_confirmation
 from roxxel_dist.sweep.report.text import best_config
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.study.folder import read_study
@@ -205,7 +205,7 @@ def test_a_report_of_mixtures(browser, tmp_path, sets):
     """A curve for two data sets, a triangle for three, tables for more, and the confirmation."""
     study = made_mixtures(tmp_path, sets)
     read = read_study(study)
-    expected(read, best_config(read, "")[1], 3).write(study)
+    expected_confirmation(read, best_config(read, "")[1], 3).write(study)
     assert main(["report", str(study)]) == 0
     browser.requests.append("file")
     browser.driver.get((study / "report" / "report.html").as_uri())

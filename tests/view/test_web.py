@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import threading
+from dataclasses import replace
 
 import pytest
 from browser import data_of
@@ -21,9 +22,13 @@ from made_rows import add, made_run
 from served_page import serve
 
 from roxxel_dist.cli import main
+from roxxel_dist.sweep.driver.checks import LOGGED
+from roxxel_dist.view.frame import Look, frame
 from roxxel_dist.view.items import items_of
+from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.web import server as serving
 from roxxel_dist.view.web.page import page
+from roxxel_dist.view.web.sections import sections
 from roxxel_dist.view.web.server import Changes, Feed, PageServer
 
 LIMIT_S = 60.0
@@ -293,6 +298,15 @@ def test_the_command_serves_until_it_is_ended(runs):
         assert connection.getresponse().status == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) in (0, -signal.SIGINT, 130)
+
+
+def test_what_a_terminal_shows_of_the_newest_row_is_on_the_page(runs):
+    state, script = RunReader(runs / "one").read(), page("x")
+    for name in LOGGED:
+        (line,) = frame([replace(state, row={name: 0.25}, phases=())], Look(width=200, height=40))[1:2]
+        if line.plain not in ("no loss yet", "no row yet"):
+            assert name in json.loads(sections(replace(state, row={name: 0.25}))["head"])["row"], name
+            assert re.search(rf"\brow\.{name}\b|row, \"{name}\"", script), name
 
 
 def test_the_page_asks_nobody_else():

@@ -14,7 +14,7 @@ from made_runs import TEXT, make_run
 from safetensors.numpy import load_file, save_file
 
 from roxxel_dist import Config, Experiment, Generator, Roxxel, Transformer
-from roxxel_dist.cli.words.arguments import parse_train
+from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.weights.base import find_checkpoint, with_shape_of
 from roxxel_dist.weights.export import export_run

@@ -7,7 +7,7 @@ import pytest
 
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cli import main
-from roxxel_dist.cli.words.arguments import parse_train, steps_to_skip
+from roxxel_dist.cli.arguments import parse_train, steps_to_skip
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import load_yaml
 

@@ -36,7 +36,7 @@ LIGHT = [
     "roxxel_dist.settings.config",
     "roxxel_dist.launcher.control.supervisor",
     "roxxel_dist.sweep.samplers",
-    "roxxel_dist.sweep.wandb_bridge.server",
+    "roxxel_dist.sweep.wandb_server",
 ]
 HEAVY = {"jax", "numpy", "scipy", "flax", "optax", "orbax", "ray", "wandb", "optuna", "tokenizers", "matplotlib"}
 
@@ -103,7 +103,7 @@ def test_there_is_no_circle():
         named(path): {module for _, module in imported(path) if (named(path), module) not in EXCEPTIONS} - {named(path)}
         for path in FILES
     }
-    assert graph["roxxel_dist.cli.launch"] > {"roxxel_dist.cli.words.arguments", "roxxel_dist.launcher.backends"}
+    assert graph["roxxel_dist.cli.launch"] > {"roxxel_dist.cli.arguments", "roxxel_dist.launcher.backends"}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

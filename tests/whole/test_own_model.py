@@ -14,7 +14,7 @@ from flax import nnx
 
 from roxxel_dist import Config, Experiment, Transformer, load_run
 from roxxel_dist.cli import main
-from roxxel_dist.cli.words.arguments import parse_train
+from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.model.user_code import import_function
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import build_components

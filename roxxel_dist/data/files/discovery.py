@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roxxel_dist.data.files.atomic_dir import finish_interrupted
-from roxxel_dist.objects.url import ObjectUrl, is_url
+from roxxel_dist.objects.url import SCHEMES, ObjectUrl, is_url
 from roxxel_dist.process.exit_codes import MissingFileError, UserError
 
 DataPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 ENDING = ".rox"
 ENDINGS = (ENDING, ".npy", ".bin", ".idx")
 """The endings of all token files; the last three are read in place (`data.files.foreign`)."""
-BUCKET = r"(s3a?|gs|gcs|az|abfss?|wasbs?|hdfs|https?):/"  # a Path keeps only one slash
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # a Path keeps only one slash
 TEXT_ENDINGS = (".txt", ".text", ".md", ".py", ".jsonl", ".parquet")
 
 
@@ -24,15 +24,21 @@ class NoShardsError(MissingFileError):
 
 
 def check_local(name: str, path: object) -> None:
-    """Raises ValueError for a path in a bucket (`s3://…`, `gs://…`), which the system would read as a local folder.
+    """Raises ValueError for an address (`s3://…`, `ftp://…`), which the system would read as a local folder.
 
-    `name` is the field or flag. Values that are neither text nor `os.PathLike` pass.
+    `name` is the field or flag. Where an address in a bucket is taken, it is asked of the others alone. Values that are
+    neither text nor `os.PathLike` pass.
     """
-    if isinstance(path, (str, os.PathLike)) and re.match(BUCKET, str(path)):
-        raise UserError(
-            f"{name} is {path}: it cannot be in a bucket; name a folder that all hosts see, where the bucket is "
-            f"mounted, or which is copied from it and to it"
-        )
+    if not isinstance(path, (str, os.PathLike)) or (match := ADDRESS.match(str(path))) is None:
+        return
+    where = "in a bucket"
+    if match[1] not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        where = f"in {match[1]}://, which is no bucket that is known ({known})"
+    raise UserError(
+        f"{name} is {path}: it cannot be {where}; name a folder that all hosts see, where the bucket is mounted, or "
+        f"which is copied from it and to it"
+    )
 
 
 def names_objects(path: object) -> bool:
@@ -150,7 +156,7 @@ def has_text(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """Where `write` puts shards: `folder / (prefix + five digits + suffix)`, or one file if `numbered` is false."""
+    """The place of shards to write: `folder / (prefix + five digits + suffix)`, or one file if not `numbered`."""
 
     folder: Path
     prefix: str

@@ -28,10 +28,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from roxxel_dist.data.files.format import DTYPES, Metadata
+from roxxel_dist.data.files.format import DTYPES, Metadata, storage_dtype
 from roxxel_dist.data.files.magic import refuse_known, wider_dtype
 from roxxel_dist.data.files.reader import map_files
-from roxxel_dist.data.files.token_types import storage_dtype
 from roxxel_dist.process.exit_codes import UserError
 
 OLD_MAGIC = b"ROXXEL02"
@@ -279,7 +278,7 @@ def _open_bin(path: Path, given: np.dtype | None) -> ForeignFile:
 
 
 def sample_starts(count: int, length: int) -> list[int]:
-    """Where the pieces of a sample begin: the first and the last `length` of `count`, and 16 evenly between them."""
+    """The starts of the pieces of a sample: the first and the last `length` of `count`, and 16 evenly between them."""
     last = max(0, count - length)
     return sorted({last * number // (SAMPLED_BLOCKS + 1) for number in range(SAMPLED_BLOCKS + 2)})
 

@@ -213,3 +213,22 @@ def check_range(name: str, value: int, most: int, what: str) -> None:
     """Raises UserError unless a setting is from 1 to `most`; `what` it counts is for the message."""
     if not 1 <= value <= most:
         raise UserError(f"{argument(name, value)}: {what}, from 1 to {most:,}")
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype:
+    """The smallest unsigned dtype that holds the ids 0 to `vocab_size - 1`."""
+    if not 1 <= vocab_size <= 1 << 32:
+        raise UserError(f"{argument('vocab_size', vocab_size)}: the number of token ids, from 1 to 2^32")
+    return np.dtype(np.min_scalar_type(vocab_size - 1)).newbyteorder("<")
+
+
+def storage_dtype(dtype: Any) -> np.dtype:
+    """A user's dtype in its on-disk form: little-endian."""
+    held = "shards hold integers or floats of 8 to 64 bits, such as uint16"
+    try:
+        stored = np.dtype(dtype).newbyteorder("<")
+    except TypeError as error:
+        raise UserError(f"{argument('dtype', dtype)}: no such dtype; {held}") from error
+    if stored.str not in DTYPES:
+        raise UserError(f"{argument('dtype', dtype)}: {held}")
+    return stored

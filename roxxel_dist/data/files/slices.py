@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from roxxel_dist.data.files.foreign import NPY_MAGIC, OLD_MAGIC, OTHER_DTYPE, ForeignFile, last_bytes, open_foreign
-from roxxel_dist.data.files.format import MAGIC
+from roxxel_dist.data.files.format import MAGIC, storage_dtype
 from roxxel_dist.data.files.magic import refuse_known
 from roxxel_dist.data.files.reader import map_files, read_tokens
-from roxxel_dist.data.files.shard import Shard
-from roxxel_dist.data.files.token_types import storage_dtype
+from roxxel_dist.data.files.shard import Shard, check_ends
 from roxxel_dist.process.exit_codes import UserError
 
 READ_TOKENS = 1 << 19
@@ -65,8 +64,7 @@ class ShardSlice:
             return
         if isinstance(shard, Shard):
             ends = read_tokens(shard.path, ends.dtype, shard.layout.ends_offset, len(ends))
-        if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != len(shard.tokens):
-            raise UserError(f"{shard.path}: the document ends are damaged. Write the file again from its source")
+        check_ends(shard.path, ends, len(shard.tokens))
         documents = slice(self.first_document, self.last_document)
         firsts = np.maximum(np.append(0, ends[:-1])[documents], self.low)
         lasts = np.maximum(np.minimum(ends[documents] - self._separators, self.high), firsts)

@@ -1,4 +1,4 @@
-"""From a stream of documents to shards, with one document and no shard in memory."""
+"""From a stream of documents to shards, with one document and no shard in memory; no value of a token changes."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
@@ -11,11 +11,18 @@ import numpy as np
 
 from roxxel_dist.data.files.atomic_dir import FINISH_LIMIT_S, publish, staging, writing
 from roxxel_dist.data.files.discovery import Target
-from roxxel_dist.data.files.format import MOST_SHARD_BYTES, Metadata, check_range
+from roxxel_dist.data.files.format import (
+    DTYPES,
+    MOST_SHARD_BYTES,
+    Metadata,
+    check_range,
+    smallest_dtype,
+    storage_dtype,
+)
 from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, ShardSettings, ShardWriter
 from roxxel_dist.data.files.slices import TokenFile, open_slices
-from roxxel_dist.data.files.token_types import as_array, cast_lossless, separator_value, smallest_dtype, storage_dtype
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.utils.voice import argument
 
 BUILD_FILE = "build.json"
 """The record of a build beside its shards: inputs and settings."""
@@ -38,8 +45,8 @@ class WriteOptions:
         if self.vocab_size is not None:
             smallest_dtype(self.vocab_size)
 
-    def continuing(self, last: TokenFile) -> "WriteOptions":
-        """The same for data appended after `last`, which gives the missing options."""
+    def continue_from(self, last: TokenFile) -> "WriteOptions":
+        """The options for data appended after `last`, which gives the missing ones."""
         metadata = last.metadata
         existing = {
             "dtype": last.dtype,
@@ -149,7 +156,7 @@ def _write(target: Target, items: Iterable[Any], options: WriteOptions, append: 
         after = None
         if append and existing:
             last = open_slices(existing, alone=not target.numbered)[-1].shard
-            options, after = options.continuing(last), last.metadata
+            options, after = options.continue_from(last), last.metadata
         if not write_shards(staged, target.name, items, options, after=after) and after is None:
             raise UserError(f"{target.folder / target.name(0)}: there were no items to write; nothing was changed")
         replaced = [] if append else [path.name for path in existing]
@@ -157,3 +164,75 @@ def _write(target: Target, items: Iterable[Any], options: WriteOptions, append: 
             replaced.append(BUILD_FILE)  # it describes shards that are no more
         with nullcontext() if target.numbered or append else writing(target.folder, nested=True, wait_s=FINISH_LIMIT_S):
             publish(staged, replaced)
+
+
+def as_array(item: Any, number: int) -> np.ndarray:
+    """One document as an array [tokens]: text becomes its UTF-8 bytes (uint8), arrays are unchanged."""
+    if isinstance(item, str):
+        item = item.encode()
+    if isinstance(item, (bytes, bytearray, memoryview)):
+        return np.frombuffer(item, np.uint8)
+    array = np.asarray(item)
+    if array.ndim != 1:
+        raise UserError(f"document {number} has shape {array.shape}: a document is text, bytes or a 1-D array")
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    if array.dtype.str not in DTYPES:
+        raise UserError(f"document {number} has dtype {array.dtype}: tokens are integers or floats of 8 to 64 bits")
+    return array
+
+
+def cast_lossless(array: np.ndarray, dtype: np.dtype, vocab_size: int | None, number: int) -> np.ndarray:
+    """The values of an array in `dtype`; ValueError if one would change, or is not an id below `vocab_size`."""
+    if vocab_size is not None and len(array) and not (array.min() >= 0 and array.max() < vocab_size):
+        raise UserError(
+            f"document {number} has ids from {array.min()} to {array.max()}: with "
+            f"{argument('vocab_size', vocab_size)} they are "
+            f"0 to {vocab_size - 1}. Was it made with another tokenizer?"
+        )
+    if array.dtype == dtype:
+        return array
+    if len(array) and not _keeps(array, dtype):
+        raise UserError(
+            f"document {number} ({array.dtype}, {array.min()} to {array.max()}) does not fit {dtype} without loss; "
+            "give write() a dtype that holds every document"
+        )
+    return array.astype(dtype)
+
+
+def _keeps(array: np.ndarray, dtype: np.dtype) -> bool:
+    if dtype.kind == "f" and array.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return np.array_equal(array.astype(dtype).astype(array.dtype), array, equal_nan=True)
+    low, high = array.min(), array.max()
+    if dtype.kind == "f":
+        exact = 1 << (np.finfo(dtype).nmant + 1)
+        return -exact <= int(low) and int(high) <= exact
+    if array.dtype.kind == "f" and not (np.isfinite(array).all() and np.array_equal(np.trunc(array), array)):
+        return False
+    limits = np.iinfo(dtype)
+    return limits.min <= int(low) and int(high) <= limits.max
+
+
+def separator_value(separator: str | bytes | int | float | None, dtype: np.dtype) -> int | float | None:
+    """A separator as ONE element of `dtype`, or None for no separator.
+
+    One byte is that number: `b"\\x00"` is token 0 whatever the dtype. As many bytes as an element has are the element.
+    """
+    if isinstance(separator, str):
+        separator = separator.encode()
+    if isinstance(separator, bytes):
+        if len(separator) == 1:
+            separator = separator[0]
+        elif len(separator) == dtype.itemsize:
+            return np.frombuffer(separator, dtype)[0].item()
+        else:
+            raise UserError(
+                f"separator={separator!r}: a separator is one element of {dtype}: one byte, {dtype.itemsize} bytes, "
+                "a number, or None for no separator"
+            )
+    if separator is None:
+        return None
+    value = np.asarray([separator])
+    if value.ndim != 1 or value.dtype.kind not in "iuf" or not _keeps(value, dtype):
+        raise UserError(f"separator={separator!r} is not an element of {dtype}; give one that is, or None")
+    return value.astype(dtype)[0].item()

@@ -189,7 +189,7 @@ class Fetcher:
         return list(zip((keys >> INDEX_BITS).tolist(), (keys & ((1 << INDEX_BITS) - 1)).tolist(), strict=True))
 
     def take(self, places: Iterable[Place], *, urgent: bool = True) -> dict[Place, Chunk]:
-        """Some chunks. Damaged ones give its place; raises as `copy` if a damaged table leaves them unverified."""
+        """Chunks by their places, damaged ones too; raises as `copy` if a damaged table leaves them unverified."""
         found: dict[Place, Chunk] = {}
         missing: list[Place] = []
         for place in places:

@@ -35,6 +35,7 @@ END_BYTES = 1 << 13
 """Bytes of the first read at a shard's end: enough for the footer and the metadata."""
 SHARES = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001)
 """Values of `val_fraction` whose cut of every shard is in the index."""
+REQUEST_BYTES = 1 << 20
 REQUESTS = 32
 """Shards that are read in parallel."""
 
@@ -119,24 +120,40 @@ def _read_entry(store: ObjectStore, info: ObjectInfo) -> ShardEntry:
     """The entry of a shard, with digests."""
     where, entry = store.url.join(info.key), _read_end(store, info)
     layout = entry.layout(where)
-    header = store.read_range(info.key, 0, HEADER_BYTES, etag=info.etag)
-    if header != npy_header(layout.dtype, layout.metadata.tokens):
-        raise UserError(f"{where}: the .npy header is damaged: it does not agree with the footer. Copy it again")
-    tables = b""
-    if layout.meta_offset > layout.ends_offset:
-        tables = store.read_range(info.key, layout.ends_offset, layout.meta_offset, etag=info.etag)
-    ends, sums = tables[: layout.sums_offset - layout.ends_offset], tables[layout.sums_offset - layout.ends_offset :]
-    if checksum(ends) != layout.ends_checksum or checksum(sums) != layout.sums_checksum:
-        raise UserError(f"{where}: its tables are damaged. Copy it again from its source")
-    numbers = np.frombuffer(ends, "<i8")
-    check_ends(where, numbers, layout.metadata.tokens)
+    ends, sums = read_tables(store, entry, layout)
     return replace(
         entry,
-        sums=digests(sums),
-        ends=digests(ends),
-        firsts=numbers[::TABLE_NUMBERS].copy(),
-        cuts=tuple(dict.fromkeys(cut_of(numbers, layout.metadata.tokens, share) for share in SHARES)),
+        sums=digests(sums.data.cast("B")),
+        ends=digests(ends.data.cast("B")),
+        firsts=ends[::TABLE_NUMBERS].copy(),
+        cuts=tuple(dict.fromkeys(cut_of(ends, layout.metadata.tokens, share) for share in SHARES)),
     )
+
+
+def read_tables(store: ObjectStore, entry: ShardEntry, layout: ShardLayout) -> tuple[np.ndarray, np.ndarray]:
+    """The document ends (int64) and the checksums (uint64) of a shard, compared with its footer, and so its header.
+
+    Raises ValueError, naming the object, for damage.
+    """
+    where, cure = store.url.join(entry.name), "Copy the object again from its source"
+    header = store.read_range(entry.name, 0, HEADER_BYTES, etag=entry.etag)
+    if header != npy_header(layout.dtype, layout.metadata.tokens):
+        raise UserError(f"{where}: the .npy header is damaged: it does not agree with the footer. {cure}")
+    tables = read_bytes(store, entry, layout.ends_offset, layout.meta_offset)
+    ends = np.frombuffer(tables, "<i8", layout.metadata.documents)
+    sums = np.frombuffer(tables, "<u8", offset=8 * len(ends)) if tables[8 * len(ends) :] else np.empty(0, "<u8")
+    if checksum(sums.data) != layout.sums_checksum:
+        raise UserError(f"{where}: the table of checksums is damaged. {cure}")
+    if checksum(ends.data) != layout.ends_checksum:
+        raise UserError(f"{where}: the document ends are damaged. {cure}")
+    check_ends(where, ends, layout.metadata.tokens)
+    return ends, sums
+
+
+def read_bytes(store: ObjectStore, entry: ShardEntry, start: int, stop: int) -> bytes:
+    """The bytes `start` to `stop` of a shard, in parallel requests of `REQUEST_BYTES`."""
+    spans = [(at, min(at + REQUEST_BYTES, stop)) for at in range(start, stop, REQUEST_BYTES)]
+    return b"".join(store.read_ranges(entry.name, spans, etag=entry.etag))
 
 
 def cut_of(ends: np.ndarray, tokens: int, share: float) -> tuple[int, int, int]:

@@ -55,7 +55,7 @@ def _opened(store: ObjectStore, entries: Sequence[ShardEntry], fetcher: Fetcher)
     order = sorted(range(len(entries)), key=lambda number: layouts[number].metadata.index)
     entries = [entries[number] for number in order]
     shards = [
-        RemoteShard.opened(store.url.join(entry.name), entry, layouts[order[number]], number, fetcher)
+        RemoteShard.of_entry(store.url.join(entry.name), entry, layouts[order[number]], number, fetcher)
         for number, entry in enumerate(entries)
     ]
     fetcher.serve(shards)

@@ -1,8 +1,8 @@
 """A shard in an object store: chunks of it are fetched when they are read."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,18 +28,6 @@ class Chunk:
     """Read-only uint8."""
     damaged: Sequence[int] = ()
     """The blocks of the shard in it that do not match their checksums; of a table, the chunk itself."""
-
-
-class ChunkSource(Protocol):
-    """The interface of `fetch.Fetcher`."""
-
-    def take(self, places: Iterable[Place]) -> Mapping[Place, Chunk]:
-        """Chunks, verified."""
-        ...
-
-    def copy(self, numbers: np.ndarray, starts: np.ndarray, rows: np.ndarray) -> None:
-        """Copy bytes of shards into uint8 rows."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,11 +167,11 @@ class RemoteShard(Shard):
     number: int
     """The number of the shard in its data set, in the order of opening."""
     fetcher: Any = field(repr=False)
-    """`ChunkSource`"""
+    """The `fetch.Fetcher` of its data set."""
 
     @classmethod
-    def opened(
-        cls, url: ObjectUrl, entry: ShardEntry, layout: ShardLayout, number: int, fetcher: ChunkSource
+    def of_entry(
+        cls, url: ObjectUrl, entry: ShardEntry, layout: ShardLayout, number: int, fetcher: Any
     ) -> "RemoteShard":
         """The shard of an entry with this layout."""
         none: Any = np.empty(0, np.uint8)

@@ -98,7 +98,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def end_id(self) -> int:
-        """As `eos_id`; -1 where there is none."""
+        """The id that ends a document; -1 where there is none."""
         return self.eos_id if self._eos_token or self._processor.eos_id() >= 0 else -1
 
     @property

@@ -188,7 +188,7 @@ class Tokenizer:
 
     @property
     def end_id(self) -> int:
-        """As `eos_id`; -1 where there is none."""
+        """The id that ends a document; -1 where there is none."""
         name = self._end_token
         return -1 if name is None else self._inner.token_to_id(name) or 0
 
@@ -351,7 +351,7 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = N
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,  # bars of 0 / 0, full from the start
         )
-        inner.train_from_iterator((piece for text in texts for piece in bounded(text)), trainer)
+        inner.train_from_iterator((piece for text in texts for piece in cut_long_words(text)), trainer)
     inner.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
     return Tokenizer(inner)
 
@@ -366,7 +366,7 @@ def check_vocabulary(vocab_size: int | None) -> None:
         )
 
 
-def bounded(text: str) -> Iterator[str]:
+def cut_long_words(text: str) -> Iterator[str]:
     """A text for training, in pieces without words above `LONGEST_WORD` characters.
 
     The time of a training grows with the square of the length of its words, and base64 or DNA is one word. The pieces

@@ -138,7 +138,8 @@ def find(name: str) -> JobRecord:
         return job
     among = entries()
     if not among:
-        raise UserError(f"there is no run {name!r}: no job of this user is known here")
+        what = f"there is no run {name!r}: " if name else "say which run, by its run directory: "
+        raise UserError(f"{what}no job of this user is known here")
     living = [record for record in among if not record.is_over]
     if not name:
         raise UserError(f"{'' if living else 'no job runs; '}say which run:{_list(living or among)}")

@@ -1,27 +1,35 @@
-"""A study in an object store, and the copy of it on this machine that a driver works from.
+"""A study in an object store: the copy of it that a driver works from, and its trials on hosts that share no disk.
 
-The store is the truth: the copy is made from it at every start. Objects are named as the files of a local study.
+The store is the truth: the copy is made from it at every start. Objects are named as the files of a local study. A
+trial keeps its files in the cache of its host.
 """
 
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.lease import Lease, is_renewed
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.place.bucket_folder import BucketFolder
 from roxxel_dist.place.directory import DEFINITION, JOURNAL
-from roxxel_dist.process.durable import write_file
+from roxxel_dist.process.durable import cache_folder, write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.file_lock import release_lock, wait_for_lock
-from roxxel_dist.sweep.executors.private_disk import studies_folder
 from roxxel_dist.sweep.study.confirm import EXPECTED, FOLDER
 from roxxel_dist.sweep.study.folder import BASE, EXTRAS, StudyDir
 from roxxel_dist.sweep.study.journal import WAIT_S, Journal
 from roxxel_dist.sweep.study.stored_journal import JournalWriter, read_journal
+from roxxel_dist.sweep.trial.process import TrialTask
+from roxxel_dist.sweep.trial.trial import Event, config_file, run
+from roxxel_dist.sweep.wandb_server import agent_trial
 
 LEASE = "study.lease"
 FILES = (BASE, EXTRAS, DEFINITION)
@@ -205,3 +213,62 @@ def reader_bucket(url: ObjectUrl, timeout_s: float) -> Iterator[StudyBucket]:
         bucket = StudyBucket(ObjectStore.open(url, timeout_s=timeout_s), Path(folder))
         bucket.fetch()
         yield bucket
+
+
+SEND_S = 4.0
+"""Seconds to send a trial's log: fewer than `ray_executor.END_S` leaves after the save."""
+
+
+def studies_folder(cache_dir: str | None) -> Path:
+    """The folder of this host for studies in buckets: below `cache_dir`, or the user's cache."""
+    return Path(cache_dir or cache_folder()).absolute() / "studies"
+
+
+def on_this_host(task: TrialTask) -> TrialTask:
+    """The task with the paths of this host: those of the study count from the cache."""
+    root = studies_folder(task.config.get("cache_dir"))
+    local_dir = root / Path(task.run_dir).parts[0]
+    corpus, data = task.corpus, task.data_path
+    if corpus is not None:
+        corpus, data = {**corpus, "folder": str(root / corpus["folder"])}, data and str(root / data)
+    directory = task.directory if task.directory and os.path.isdir(task.directory) else None
+    folder = BucketFolder(str(task.run_url), local_dir).folder
+    paths: dict[str, Any] = {"run_dir": str(folder), "log": str(root / task.log), "local_dir": str(local_dir)}
+    return replace(task, corpus=corpus, data_path=data, directory=directory, **paths)
+
+
+def run_in_bucket(fields: Mapping[str, Any]) -> Iterator[Event]:
+    """Run a trial, as `run` or `agent_trial` does; the log and the config go to the study when the attempt has ended.
+
+    A trial that fails names the log's address there.
+    """
+    task = TrialTask(**fields)
+    assert task.bucket is not None
+    here = on_this_host(task)
+    store = ObjectStore.open(task.bucket, timeout_s=SEND_S)
+    events = (run if task.wandb_sweep is None else agent_trial)(asdict(here))
+    try:
+        for event in events:
+            if (failure := event.get("fail")) and failure.get("log"):
+                yield {"fail": {**failure, "log": str(store.url.join(*_key(task.log)))}}
+            else:
+                yield event
+    finally:
+        if isinstance(events, Generator):  # the trial ends here, and not when its events are collected
+            events.close()
+        for path, name in ((here.log, task.log), (config_file(here), config_file(task))):
+            _send(store, Path(path), "/".join(_key(name)))
+
+
+def _key(path: str | Path) -> tuple[str, ...]:
+    """Of the object, by the parts of a path whose first one is the study's folder."""
+    return Path(path).parts[1:]
+
+
+def _send(store: ObjectStore, path: Path, key: str) -> None:
+    """Send one of a trial's small files, if possible; none of them is needed to go on."""
+    try:
+        if path.is_file():
+            store.upload(path, key)
+    except (StoreError, OSError) as error:
+        print(f"roxxel-dist: {path} is not in {store.url}: {error}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The controller of a sweep: asks the sampler, runs trials as Ray tasks, and keeps the journal.
+"""The controller of a sweep: asks the sampler, runs trials as Ray tasks, keeps the journal; and what it holds for that.
 
 Every event is on the disk before it is acted on, so a controller that is killed at any moment can be started again: it
 does not ask for a trial twice, does not repeat ended trials, and first runs unfinished ones again, from their
@@ -12,16 +12,21 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
+from roxxel_dist.launcher.backends.ray.cluster import ClusterError, connected
+from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.process.interrupt import SignalPipe, in_batch_job, kills
+from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.decisions import STEPS_SPENT, Decisions, Event
 from roxxel_dist.sweep.driver.options import SweepOptions
-from roxxel_dist.sweep.executors.ray_executor import LOST_S, Attempt, Item, RayExecutor
+from roxxel_dist.sweep.local_ray import local_ray
+from roxxel_dist.sweep.ray_executor import LOST_S, Attempt, Item, RayExecutor, check_room
+from roxxel_dist.sweep.samplers import Engine
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep
 from roxxel_dist.sweep.study.journal import History, Journal
 from roxxel_dist.utils.display import counted
@@ -113,7 +118,7 @@ class Controller:
             seed=self.options.sweep_seed,
             driver={"pid": os.getpid(), "host": socket.gethostname()},
         )
-        self._decided(self.decisions.pending())
+        self._decided(self.decisions.decide_pending())
         for trial in sorted(self._history.running.values(), key=lambda trial: trial.number):
             if trial.stop is not None:  # the controller before this one was killed before it wrote the result
                 self._write_stopped(trial.number, None)
@@ -210,7 +215,7 @@ class Controller:
         elif trial.reported(step) != value:  # a trial that is run again reports its earlier ones again
             of_sets = {"losses": losses} if losses else {}
             self._write("report", trial.number, step=step, value=value, **of_sets)
-            self._decided(self.decisions.reported(trial.number, step))
+            self._decided(self.decisions.decide_report(trial.number, step))
 
     def _decided(self, events: list[Event]) -> None:
         """Write which trials stop or pause, all in one piece, and ask their attempts to end.
@@ -251,7 +256,7 @@ class Controller:
             stopped=stopped,
             more=more,
         )
-        self._decided(self.decisions.ended(trial))
+        self._decided(self.decisions.decide_end(trial))
 
     def _write_stopped(self, trial: int, attempt: Attempt | None) -> None:
         """A trial that was stopped early has ended: its best report is its value."""
@@ -263,7 +268,7 @@ class Controller:
     def _write_failure(self, trial: int, kind: str, reason: str, log: str | None) -> None:
         params = self._history.trials[trial].params
         self._write("fail", trial, params=params, kind=kind, reason=reason, log=log)
-        self._decided(self.decisions.ended(trial))
+        self._decided(self.decisions.decide_end(trial))
 
     def _not_finite(self, attempt: Attempt, value: Any, where: str) -> None:
         self._write_failure(attempt.trial, "nan", f"{self.sweep.metric} was {value}{where}", None)
@@ -314,7 +319,7 @@ class Controller:
                 f"trial {attempt.trial} does not end, and its process cannot be killed: the sweep continues without it"
             )
             self._gone(attempt)
-        if line := self.executor.waiting(WAITS_S):
+        if line := self.executor.waiting_message(WAITS_S):
             self.log(line)
         failures = self._history.failures_in_row
         if failures >= self.options.max_failures and self._ending is None:
@@ -342,3 +347,85 @@ class Controller:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def run_sweep(
+    study: Path | StudyBucket,
+    sweep: Sweep,
+    make_engine: Callable[[], Engine],
+    run: Callable[[Item], Iterator[Item]],
+    task_of: Callable[[int, Params, int], Item],
+    options: SweepOptions,
+    resources: Mapping[str, float],
+    *,
+    on_change: Callable[[History, int | None], None],
+    log: Callable[[str], None],
+) -> Ending:
+    """Run a sweep, or go on with it.
+
+    Args:
+        study: its folder, or its bucket, which this process holds.
+        sweep: what is searched.
+        make_engine: makes an engine of the sweep that knows of no trial.
+        run: the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
+            {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but
+            the value may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again),
+            {"exhausted": {"reason"}} (there are no more trials), {"unserved": {"reason"}} (it was given no parameters,
+            and later ones would be given none) and {"fatal": {"reason"}} (none can run as things are); {"note":
+            {"text"}} is a line for people.
+            It ends soon after a KeyboardInterrupt, or when it is closed.
+        task_of: what `run` is called with, for a trial, its parameters, and its attempt (0, 1, …).
+        options: how.
+        resources: what Ray keeps for each trial: CPU, GPU, memory in bytes, custom ones.
+        on_change: called after every line of the journal, with the number of the trial that it is about.
+        log: shows a line to a person.
+
+    Raises:
+        ValueError: the study is held or of another metric, or no node can run a trial.
+        ClusterError: the Ray cluster does not answer.
+        OSError: the journal cannot be written; of one in a bucket, StoreError.
+        LeaseLostError: another driver has taken a study in a bucket.
+    """
+    place = study if isinstance(study, Path) else study.url
+    with Journal(study, log) if isinstance(study, Path) else study.journal(log) as journal:
+        before, now = (journal.history.goal, journal.history.metric), (sweep.goal, sweep.metric)
+        if journal.history.metric is not None and before != now:
+            raise UserError(
+                f"--study {place}: its goal was to {' '.join(map(str, before))}, and now it is to {' '.join(now)}: "
+                f"the values cannot be compared; name another folder"
+            )
+        decisions = Decisions(
+            sweep, journal.history, make_engine, count=options.count, max_steps=options.max_steps_total
+        )
+        with _ray(options, resources, log) as (ray, folder), SignalPipe(log) as signals:
+            check_room(ray.nodes(), resources)
+            with RayExecutor(ray, run, resources) as executor:
+                return Controller(
+                    sweep=sweep,
+                    decisions=decisions,
+                    task_of=task_of,
+                    options=options,
+                    journal=journal,
+                    ray_folder=folder,
+                    executor=executor,
+                    signals=signals,
+                    on_change=on_change,
+                    log=log,
+                ).run()
+
+
+@contextmanager
+def _ray(
+    options: SweepOptions, resources: Mapping[str, float], log: Callable[[str], None]
+) -> Iterator[tuple[Any, Path | None]]:
+    """Ray, of the sweep's own with its folder, or the cluster's."""
+    if options.ray_address is None:
+        with local_ray(options.workers, resources["CPU"], log) as (ray, folder):
+            yield ray, folder
+        return
+    with ExitStack() as held:
+        try:
+            ray = held.enter_context(connected(options.ray_address, insecure=options.insecure))
+        except (ValueError, ClusterError) as error:
+            raise type(error)(str(error).replace("--address", "--ray_address", 1)) from error
+        yield ray, None

@@ -9,11 +9,10 @@ import numpy as np
 from roxxel_dist.curriculum.phases import numbers_in, phases_of
 from roxxel_dist.data.files.discovery import names_objects
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.space.data_extras import DataExtras
-from roxxel_dist.sweep.space.passes import PassBudget
+from roxxel_dist.sweep.space.extras import DataExtras
+from roxxel_dist.sweep.space.passes import PassBudget, training_ranges
 from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.journal import Trial
-from roxxel_dist.sweep.study.training_ranges import training_ranges
 
 SAME_SHARE = 2e-6
 """Shares that differ by less are the same: they have six decimals."""
@@ -180,7 +179,7 @@ def changed_data(sweep: Sweep, first: Trial | None) -> list[str]:
     if not space.mixtures or first is None:
         return []
     shares = space.baselines[0]
-    natural = shares if budget is None else budget.moved(space.mixtures, shares, first.params)
+    natural = shares if budget is None else budget.feasible_shares(space.mixtures, shares, first.params)
     is_moved = any(np.any(share != own) for share, own in zip(shares, natural, strict=True))
     changed = [
         f"{name} {first.params[name]:.4g}, now {share:.4g}"

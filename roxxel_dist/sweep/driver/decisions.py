@@ -71,7 +71,7 @@ class Decisions:
                 engine.tell(number, estimates[number], trial.curve(self._metric))
         return engine
 
-    def ended(self, number: int) -> list[Event]:
+    def decide_end(self, number: int) -> list[Event]:
         """A trial has ended; returns the others that pause, where a comparison has its verdict."""
         if not self._pauses:
             trial = self._history.trials[number]
@@ -88,14 +88,14 @@ class Decisions:
         self.exhausted = reason
         return self.pause_all("versus", reason)
 
-    def pending(self) -> list[Event]:
+    def decide_pending(self) -> list[Event]:
         """The decisions about the last line that an earlier driver did not write down."""
         if over := self._over():
             return over
         last = self._history.last
         return [] if last is None or last[0] != "report" else self._judge(last[1])
 
-    def reported(self, number: int, step: int) -> list[Event]:
+    def decide_report(self, number: int, step: int) -> list[Event]:
         """The trials that stop or pause, now that a trial has reported for a step."""
         if self._scheduler is not None:
             self._scheduler.note(self._history, number, step)

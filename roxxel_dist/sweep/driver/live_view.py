@@ -8,7 +8,7 @@ from typing import Any
 from roxxel_dist.launcher.output import clock, printable
 from roxxel_dist.sweep.report.text import STATES, parameter_columns, short_names
 from roxxel_dist.sweep.samplers.pairs import last_value, outcome
-from roxxel_dist.sweep.space.versus import Versus
+from roxxel_dist.sweep.space.extras import Versus
 from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.sweep.study.journal import History, Trial
 from roxxel_dist.utils.display import aligned
@@ -146,13 +146,7 @@ class LiveView:
         )
 
     def _left(self, history: History) -> float | None:
-        """An estimate of the seconds to the end, from the trials so far; None if there is none."""
-        mean, now = history.mean_seconds, self._now()
-        if mean is None or self._count is None:
-            return None
-        running = [max(0.0, mean - (now - (trial.began or now))) for trial in list(history.running.values())]
-        waiting = max(0, self._count - len(history.trials)) * mean
-        return max([(sum(running) + waiting) / self._workers, *running])
+        return history.seconds_left(self._count, self._workers, self._now())
 
     def _params(self, trial: Trial) -> str:
         params = flat(trial.params)

@@ -110,14 +110,12 @@ class SweepOptions(TrialOptions, SearchOptions):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"--{name} {value}: must be at least {least}")
-        for name, most in MOST.items():
-            value = getattr(self, name)
-            if value is not None and value > most:
+            if value is not None and value > (most := MOST.get(name, value)):
                 raise UserError(f"--{name} {value}: must be at most {most:,}")
-        if self.cpus_per_trial is not None and not 0 < self.cpus_per_trial < float("inf"):
-            raise UserError(f"--cpus_per_trial {self.cpus_per_trial:g}: must be more than 0, and finite")
-        if self.max_hours is not None and not 0 < self.max_hours < float("inf"):
-            raise UserError(f"--max_hours {self.max_hours:g}: must be more than 0, and finite")
+        for name in ("cpus_per_trial", "max_hours"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UserError(f"--{name} {value:g}: must be more than 0, and finite")
         if self.ray_address is not None:
             try:
                 check_address(self.ray_address)

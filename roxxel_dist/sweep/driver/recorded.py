@@ -106,7 +106,7 @@ class RecordedSearch:
         if not math.isfinite(value):
             self.history.steps += self.each
             self._apply({"event": "fail", "trial": number, "kind": "nan", "reason": f"{value}", "log": None})
-            self._decisions.ended(number)
+            self._decisions.decide_end(number)
             return True
         losses = {"losses": dict(zip(weights, row, strict=True))} if self._sweep.weights else {}
         self._apply({"event": "report", "trial": number, "step": step, "value": value, **losses})
@@ -116,7 +116,7 @@ class RecordedSearch:
             self._end(number, None)
         else:
             self._running.append(number)
-        for event in self._decisions.reported(number, step):
+        for event in self._decisions.decide_report(number, step):
             if (decided := event["trial"]) in self._running:
                 self._running.remove(decided)
                 self._apply(event)
@@ -128,7 +128,7 @@ class RecordedSearch:
         trial = self.history.trials[number]
         value = self.history.best_report(number)
         self._apply({"event": "result", "trial": number, "params": trial.params, "value": value, "stopped": stopped})
-        self._decisions.ended(number)
+        self._decisions.decide_end(number)
 
     def _apply(self, event: Mapping[str, Any]) -> None:
         self.history.apply({"time": 0.0, "seconds": None, "more": {}, **event})

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
@@ -11,33 +11,32 @@ from typing import Any
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
 from roxxel_dist.launcher.output import clock
+from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.objects.lease import LeaseLostError
 from roxxel_dist.place.directory import is_study
 from roxxel_dist.process.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError, pip_install
 from roxxel_dist.run.curriculum import check_data
-from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, flat_fields, load_yaml, unknown
+from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, Config, flat_fields, load_yaml, unknown
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.sweep.driver.bucket import StudyBucket
+from roxxel_dist.sweep.driver.bucket import StudyBucket, run_in_bucket
 from roxxel_dist.sweep.driver.checks import (
     check_command,
     check_comparable,
     check_effect,
     check_integers,
     check_metric,
+    check_of_trainings,
     check_pauses,
     check_values,
     metric_notes,
     program_notes,
     rung_notes,
 )
-from roxxel_dist.sweep.driver.controller import Ending
+from roxxel_dist.sweep.driver.controller import Ending, run_sweep
 from roxxel_dist.sweep.driver.data_search import changed_data, refuse_led, with_data
 from roxxel_dist.sweep.driver.live_view import LiveView
-from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
 from roxxel_dist.sweep.driver.options import SweepOptions
-from roxxel_dist.sweep.driver.start import run_sweep
 from roxxel_dist.sweep.driver.sweep_run import ANNEAL, NO_FIELDS, SweepRun
-from roxxel_dist.sweep.executors.private_disk import run_in_bucket
 from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.report.versus import versus_text
 from roxxel_dist.sweep.samplers import SpaceExhausted
@@ -54,11 +53,10 @@ from roxxel_dist.sweep.study.folder import (
     read_study,
     short,
 )
-from roxxel_dist.sweep.study.transfer import wide_config, write_transferred
 from roxxel_dist.sweep.trial.program import command_of
 from roxxel_dist.sweep.trial.trial import Event
 from roxxel_dist.sweep.trial.trial import run as run_trial
-from roxxel_dist.sweep.wandb_bridge.server import ServerSampler, agent_trial, create_or_join
+from roxxel_dist.sweep.wandb_server import ServerSampler, agent_trial, create_or_join
 
 SHOWN_SAMPLES = 2
 """Of a dry run."""
@@ -291,3 +289,59 @@ def _hours(run: SweepRun) -> str:
     left = max(0, run.count - len(history.trials) + len(history.running))
     total = seconds * -(-left // run.options.workers)
     return f"hours: about {total / 3600:.2g} ({clock(total)}) for {left} trial(s), {each}"
+
+
+TRANSFERRED = "transferred.yaml"
+"""The config of the wider model, in the study's folder."""
+NO_SHAPE = {"init_std", "dropout_rate", "alpha_balance", "z_loss", "lora_dropout"}
+"""Fields of a model that no parameter's shape follows from."""
+
+
+def wide_config(path: str | Path, narrow: Config, searched: set[str]) -> Config:
+    """The config in a file, with parametrization mup at the width of `narrow`.
+
+    Args:
+        path: the config of the wider model; its `num_blocks` may be another one too.
+        narrow: what the trials begin from.
+        searched: the names of the parameters that the sweep searches.
+
+    Raises:
+        ValueError: the search's result cannot carry over to it.
+    """
+    if shapes := sorted(searched & ({field.name for field in fields(ModelConfig)} - NO_SHAPE)):
+        raise UserError(
+            f"--transfer_to {path}: the sweep searches {', '.join(shapes)}, and what carries over to another width is "
+            f"searched at a single shape: leave {'them' if shapes[1:] else 'it'} out of the sweep's parameters"
+        )
+    wide = replace(Config.from_yaml(path), parametrization="mup", base_dim=narrow.base_dim or narrow.dim)
+    wide.validate()
+    if wide.model != narrow.model:
+        raise UserError(
+            f"--transfer_to {path}: its model is {wide.model or 'the built-in one'}, and the sweep's is "
+            f"{narrow.model or 'the built-in one'}: the two must be the same"
+        )
+    if wide.model is None and narrow.parametrization == "standard":
+        base, trained = wide.part(ModelConfig).at_base_width().heads(), narrow.part(ModelConfig).heads()
+        if base != trained:
+            raise UserError(
+                f"--transfer_to {path}: at dim {narrow.dim} its (n_heads, kv_heads, head_size) would be {base}, and in "
+                f"the sweep they are {trained}: give both the same head_size, or both the same n_heads"
+            )
+    return wide
+
+
+def write_transferred(study: Study, wide: Config, base: Config, best: Config, searched: set[str]) -> Path:
+    """Write the config of the wider model with the values of the best trial; returns the file.
+
+    Args:
+        study: where it is written.
+        wide: from `wide_config`.
+        base: what the trials began from.
+        best: the config of the best one.
+        searched: the names of the parameters that the sweep searches.
+    """
+    before, values = base.to_dict(), best.to_dict()
+    carried = {name: value for name, value in values.items() if name in searched or value != before[name]}
+    path = study.path / TRANSFERRED
+    replace(wide, **carried).save_yaml(path)
+    return path

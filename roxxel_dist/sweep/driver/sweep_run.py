@@ -14,11 +14,10 @@ from roxxel_dist.settings.config import (
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.samplers import Engine, make
-from roxxel_dist.sweep.space.passes import PassBudget
+from roxxel_dist.sweep.space.extras import SEED, SIDE, SIDES
 from roxxel_dist.sweep.space.sweep_file import Parameter, Params, Sweep
 from roxxel_dist.sweep.space.trial_phases import is_of_phases
 from roxxel_dist.sweep.space.values import as_text
-from roxxel_dist.sweep.space.versus import SEED, SIDE, SIDES
 from roxxel_dist.sweep.study.folder import (
     CORPUS,
     IDENTITY,
@@ -28,7 +27,7 @@ from roxxel_dist.sweep.study.folder import (
 )
 from roxxel_dist.sweep.study.journal import History, read_history
 from roxxel_dist.sweep.trial.corpus import shards_of
-from roxxel_dist.sweep.trial.task import TrialTask
+from roxxel_dist.sweep.trial.process import TrialTask
 from roxxel_dist.sweep.trial.trial import config_of
 from roxxel_dist.utils.display import counted
 
@@ -73,7 +72,7 @@ class SweepRun:
 
     @property
     def sides(self) -> list["SweepRun"]:
-        """Of a comparison, the same from the config of each side; else this one."""
+        """The sweep from the config of each side of a comparison; of a search this one alone."""
         if self.sweep.versus is None:
             return [self]
         configs = [Config.from_dict({**self.base, **self.sweep.versus.fields(side)}) for side in SIDES]
@@ -140,7 +139,7 @@ class SweepRun:
         return line + (f"; {workers} at once" if workers > 1 else "")
 
     def history(self) -> History:
-        """Its trials so far."""
+        """The trials of the study so far."""
         return read_history(self.study.path) if is_study(self.study.path) else History()
 
     def trial_config(self, params: Mapping[str, Any]) -> Any:
@@ -172,7 +171,7 @@ class SweepRun:
     def _accept(self, params: Params) -> None:
         """Raises ValueError for parameters that no trial can be made of."""
         self.trial_config(params)
-        if isinstance(self.sweep.rules.budget, PassBudget):
+        if self.sweep.rules.budget is not None:
             self.sweep.rules.budget.check_plan(params)
 
     def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:

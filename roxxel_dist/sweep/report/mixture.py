@@ -26,12 +26,11 @@ from roxxel_dist.sweep.report.surface import (
     told,
 )
 from roxxel_dist.sweep.space.mixture import MixtureSpace
-from roxxel_dist.sweep.space.passes import PassBudget
+from roxxel_dist.sweep.space.passes import PassBudget, training_ranges
 from roxxel_dist.sweep.study.confirm import Expected, baselines, expected_of, shares_of
 from roxxel_dist.sweep.study.folder import DATA_PATH, Study, StudyDir
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.sweep.study.set_losses import SetLosses, set_losses
-from roxxel_dist.sweep.study.training_ranges import training_ranges
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.utils.display import aligned
 
@@ -94,7 +93,7 @@ class Mixtures:
         return "interval too narrow" if self.misses else INTERVAL
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Everything that the report has of mixtures, for JSON."""
         return {
             "level": LEVEL,
             "trials_of_law": self.trials,
@@ -110,7 +109,7 @@ class Mixtures:
         }
 
     def text(self) -> list[str]:
-        """For people."""
+        """Lines of the report for people."""
         lines = [line for one in self.entries for line in self._of_entry(one)]
         if not self.trials:
             lines.append(
@@ -178,7 +177,7 @@ def _entry(one: Entry) -> dict[str, Any]:
 
 def mixtures_of(study: Study) -> Mixtures | None:
     """What a study found of its mixtures; None where it searches none."""
-    spaces = searched(study)
+    spaces = searched_mixtures(study)
     if not spaces or not study.done:
         return None
     best, parts = study.done[0], _parts(spaces)
@@ -218,7 +217,7 @@ def mixtures_of(study: Study) -> Mixtures | None:
     )
 
 
-def searched(study: Study) -> tuple[MixtureSpace, ...]:
+def searched_mixtures(study: Study) -> tuple[MixtureSpace, ...]:
     """The mixtures that `max_passes` allows; where the data is not here, all that the files of the study allow."""
     if not study.sweep.space.mixtures:
         return ()
@@ -230,9 +229,9 @@ def searched(study: Study) -> tuple[MixtureSpace, ...]:
     return study.sweep.space.mixtures
 
 
-def expected(study: Study, best: Config, factor: int) -> Expected:
+def expected_confirmation(study: Study, best: Config, factor: int) -> Expected:
     """What a confirmation of a study is to train, and what the law expects. Raises ValueError as `expected_of`."""
-    spaces = searched(study)
+    spaces = searched_mixtures(study)
     law = LawOfStudy.fit(study) if spaces else None
     gains: dict[str, Estimate] = {}
     if law is not None:
@@ -280,7 +279,7 @@ class LawOfStudy:
 
     @classmethod
     def fit(cls, study: Study) -> "LawOfStudy | None":
-        """That of a study; None where there are too few trials."""
+        """The law of a study; None where there are too few trials."""
         from roxxel_dist.sweep.samplers.discrepancy import chance_of_fit
         from roxxel_dist.sweep.samplers.law import Law
 
@@ -348,13 +347,13 @@ class _Material:
 
     @classmethod
     def of_study(cls, study: Study) -> "_Material":
-        """That of a study; a trial has a value."""
-        from roxxel_dist.sweep.samplers.acquisition import diverged
+        """The material of a study, of which a trial has a value."""
+        from roxxel_dist.sweep.samplers.acquisition import is_diverged
         from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 
         found, space = set_losses(study.history, study.sweep).at_the_end(), study.sweep.space
         if len(found.trials):  # a loss that diverged says nothing of the law
-            found = found.where(~np.any([diverged(study.sweep.sign * each) for each in found.losses.T], axis=0))
+            found = found.where(~np.any([is_diverged(study.sweep.sign * each) for each in found.losses.T], axis=0))
         transform = SpaceTransform(study.sweep)
         trials = [*(study.history.trials[number] for number in found.trials.tolist()), study.done[0]]
         features = transform.encode(transform.rows([tuple(trial.point) for trial in trials]))

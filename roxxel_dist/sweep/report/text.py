@@ -31,7 +31,7 @@ def counts(study: Study) -> str:
     return f"{len(study.history.trials)} trial(s){': ' * bool(parts)}{', '.join(parts)}"
 
 
-def varied(study: Study) -> list[str]:
+def varied_parameters(study: Study) -> list[str]:
     """The parameters that the trials do not all share, those of the space first."""
     rows = [flat(trial.params) for trial in study.history.trials.values()]
     names = dict.fromkeys([*study.sweep.space.names, *(name for row in rows for name in row)])
@@ -84,7 +84,7 @@ def summary(study: Study) -> str:
 
 def table(study: Study) -> str:
     """The best trials, a line each, and a line for each that failed."""
-    names = varied(study)
+    names = varied_parameters(study)
     rows = [["trial", study.sweep.metric, "", "minutes", *names]]
     rows += [_row(study, trial, names) for trial in study.done[:MOST]]
     lines = aligned(rows, left=None) if len(rows) > 1 else []

@@ -9,19 +9,19 @@ from typing import Any
 from roxxel_dist.launcher.output import printable
 from roxxel_dist.place.directory import is_study
 from roxxel_dist.run.report import Run
-from roxxel_dist.sweep.samplers.pairs import Comparison, Pair, looks, outcome, pairs_of
+from roxxel_dist.sweep.samplers.pairs import Comparison, Pair, comparisons, outcome, pairs_of
+from roxxel_dist.sweep.space.extras import SEED, SIDES
 from roxxel_dist.sweep.space.values import as_text
-from roxxel_dist.sweep.space.versus import SEED, SIDES
-from roxxel_dist.sweep.study.folder import LONGEST, Study, StudyDir, read_study
+from roxxel_dist.sweep.study.folder import Study, StudyDir, read_study, short
 from roxxel_dist.utils.display import aligned, counted
 
 
 def versus_text(study: Study) -> str:
-    """For people."""
+    """A comparison as text: the pairs, the interval after each, and the verdict."""
     assert study.sweep.versus is not None
     before = StudyDir(study.path).settings()
     versus, sweep = study.sweep.versus, study.sweep
-    changes = ", ".join(f"{name} {_cut(before.get(name))} -> {_cut(to)}" for name, to in versus.changes.items())
+    changes = ", ".join(f"{name} {short(before.get(name))} -> {short(to)}" for name, to in versus.changes.items())
     names = " against ".join(f"{side}, {versus.names[side]}" for side in SIDES)
     lines = [f"{study.name}: {names}; {sweep.goal} {sweep.metric}", f"from A to B: {changes}"]
     rows = [["pair", "seed", "A", "B", "A less B", f"mean, {versus.level:.0%} interval"]]
@@ -42,11 +42,11 @@ def rows_of(study: Study) -> list[tuple[Pair, Comparison]]:
     """Each pair that counts, and what was known after it."""
     assert study.sweep.versus is not None
     pairs = pairs_of(study.history)
-    return list(zip(pairs, looks(pairs, study.sweep.versus, study.sweep.sign), strict=False))
+    return list(zip(pairs, comparisons(pairs, study.sweep.versus, study.sweep.sign), strict=False))
 
 
 def versus_json(study: Study) -> dict[str, Any]:
-    """For programs."""
+    """A comparison for JSON: the verdict, and each pair."""
     assert study.sweep.versus is not None
     versus = study.sweep.versus
     each = [
@@ -57,11 +57,6 @@ def versus_json(study: Study) -> dict[str, Any]:
     more = {"metric": study.sweep.metric, "names": dict(versus.names), "changes": dict(versus.changes), "each": each}
     found = outcome(study.history, versus)
     return found.as_json() | {"text": found.ending or found.text()} | more
-
-
-def _cut(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
 def _value(value: float | None) -> str:
@@ -80,7 +75,7 @@ class PairOfRuns:
     """The study that knows it, and from how many trainings."""
 
     def text(self) -> str:
-        """In a line."""
+        """The difference, and what is known of its noise, in a line."""
         line = f"one pair: val_loss of the first less the second is {self.difference:+.4f}. One pair gives no verdict: "
         if self.noise is None:
             return f"{line}how far the seed alone moves it is not known here; `roxxel-dist versus` measures it"
@@ -88,7 +83,7 @@ class PairOfRuns:
 
 
 def pair_of_runs(runs: Sequence[Run]) -> PairOfRuns | None:
-    """Of two runs; None of any other number, and where one has no val_loss."""
+    """The difference of two runs; None for any other number of runs, and where one has no val_loss."""
     losses = [run.newest("val_loss") for run in runs]
     if len(runs) != 2 or any(loss is None or not math.isfinite(loss) for loss in losses):
         return None

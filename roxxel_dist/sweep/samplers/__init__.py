@@ -35,7 +35,7 @@ class Engine(Protocol):
         ...
 
     def point(self, trial: int) -> list[float]:
-        """Where a trial is in the unit cube, for the journal."""
+        """The point of a trial in the unit cube, for the journal."""
         ...
 
     def restore(self, trial: int, params: Params, point: Sequence[float]) -> None:

@@ -84,7 +84,7 @@ def fit_failures(features: np.ndarray, failed: np.ndarray, running: np.ndarray) 
     # 1979), so a process with many hyperparameters gains nothing by fitting accidents.
     log_odds = log_modelled - log_constant - ACCIDENTS
     return FailureModel(
-        process=process.given(running, process.predict(running)[0]),
+        process=process.condition_on(running, process.predict(running)[0]),
         limit=limit,
         rate=rate,
         weight=float(expit(log_odds)),
@@ -126,11 +126,11 @@ def fit_values(
         best = process.best
         bad = rng.random(len(failed)) < blame
         if bad.any():
-            process = process.given(failed[bad], np.full(bad.sum(), values.max()))
+            process = process.condition_on(failed[bad], np.full(bad.sum(), values.max()))
         if len(running):
             # A joint draw of all that run: over the members, the mean is over results that are not known yet.
             drawn = process.draw(running, rng)
-            process, best = process.given(running, drawn), min(best, float(drawn.min()))
+            process, best = process.condition_on(running, drawn), min(best, float(drawn.min()))
         processes.append(replace(process, best=best))
     return processes
 
@@ -249,7 +249,7 @@ def _centred(values: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.ldexp(known, -np.frexp(np.abs(known).max())[1])
 
 
-def diverged(values: np.ndarray) -> np.ndarray:
+def is_diverged(values: np.ndarray) -> np.ndarray:
     """Which values are so far behind the others that they say nothing but that: bool[n] for float64[n], n >= 1."""
     known = _centred(values)
     return known > DIVERGED * _spread(known)

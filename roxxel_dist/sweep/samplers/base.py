@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Params, Space, Sweep
-from roxxel_dist.sweep.space.values import as_text, shown
+from roxxel_dist.sweep.space.values import as_text, excerpt
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,7 +146,7 @@ class AskTell:
         point = canonical(space, u)
         params = space.point(point)
         if shares is not None:
-            moved = shares if rules.budget is None else rules.budget.moved(space.mixtures, shares, params)
+            moved = shares if rules.budget is None else rules.budget.feasible_shares(space.mixtures, shares, params)
             params |= space.params_of(moved)
         return point, rules.resolve(params)
 
@@ -162,7 +162,7 @@ class AskTell:
         sampled.value = None if number is None else self._sweep.sign * number
 
     def point(self, trial: int) -> list[float]:
-        """Where in the unit cube a trial is: one number a free parameter."""
+        """The point of a trial in the unit cube: a number for each axis."""
         return list(self._history.trials[trial].point)
 
     def restore(self, trial: int, params: Params, point: Sequence[float]) -> None:
@@ -248,7 +248,7 @@ def _as_float(trial: int, value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise UserError(f"trial {trial}: its value is {shown(value)}: it must be a number, or None where it failed")
+        raise UserError(f"trial {trial}: its value is {excerpt(value)}: it must be a number, or None where it failed")
     try:
         number = float(value)  # pyright: ignore[reportArgumentType]
     except OverflowError:

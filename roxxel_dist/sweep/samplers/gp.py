@@ -130,7 +130,7 @@ def fit_hyperparameters(points: np.ndarray, values: np.ndarray, noise: float = U
 
 
 def prior_covariance(theta: np.ndarray, points: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Of the values without noise at points and others: float64[n, m]."""
+    """The prior covariance of the values without noise at points and others: float64[n, m]."""
     scales, signal, trend = np.exp(theta[:-3]), np.exp(theta[-3]), np.exp(theta[-1])
     return signal * _kernel(points / scales, others / scales)[0] + trend * (_trend(points) @ _trend(others).T)
 
@@ -213,7 +213,7 @@ class GaussianProcess:
         variance = 1 / np.diag(self._inverse)
         return self._values - self._weights * variance, np.sqrt(variance)
 
-    def given(self, points: np.ndarray, values: np.ndarray) -> "GaussianProcess":
+    def condition_on(self, points: np.ndarray, values: np.ndarray) -> "GaussianProcess":
         """The process that is given more values, with the same scales: float64[m] at float64[m, d]."""
         return condition(np.r_[self._points, points], np.r_[self._values, values], self.theta)
 

@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from roxxel_dist.sweep.samplers.acquisition import diverged
+from roxxel_dist.sweep.samplers.acquisition import is_diverged
 from roxxel_dist.sweep.samplers.base import Curve, SampledTrial, TrialHistory
 from roxxel_dist.sweep.samplers.gp import condition, fit_hyperparameters
 from roxxel_dist.sweep.samplers.law import FEWEST, Law, propose
+from roxxel_dist.sweep.space.mixture import split_shares
 from roxxel_dist.sweep.space.sweep_file import Sweep
 
 LINE = 5
@@ -31,7 +32,7 @@ MOST = 250
 
 
 class LawProposals:
-    """Of a sweep with mixtures whose metric is minimised; for any other it proposes nothing."""
+    """Proposals for a sweep with mixtures whose metric is minimised; for any other it has none."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._space = sweep.space
@@ -56,7 +57,7 @@ class LawProposals:
         losses = at_the_end([one.curve for _, one in ended], self._names)
         known = np.asarray(np.isfinite(losses).all(1))
         for column in losses.T if known.any() else ():  # a loss that diverged says nothing of the law
-            known[known] &= ~diverged(column[known])
+            known[known] &= ~is_diverged(column[known])
         if known.sum() < len(self._names) + FEWEST:
             return []
         kept = [ended[index] for index in np.flatnonzero(known).tolist()]
@@ -67,15 +68,13 @@ class LawProposals:
         rng, kl = np.random.default_rng([history.seed, trial, 1]), KL * float(metric.std())
         spaces = self._space.mixtures
         found = [propose(law, self._weights, spaces, kl), propose(law, self._weights, spaces, kl, rng)]
-        return [self._space.with_shares(other, self._split(one)) for one in (found if trial % 2 else found[::-1])]
+        return [
+            self._space.with_shares(other, split_shares(spaces, one)) for one in (found if trial % 2 else found[::-1])
+        ]
 
     def _shares(self, trial: SampledTrial) -> np.ndarray:
         """float64[K], of all mixtures side by side."""
         return np.concatenate(self._space.shares_of(trial.params))
-
-    def _split(self, shares: np.ndarray) -> list[np.ndarray]:
-        ends = np.cumsum([len(mixture.names) for mixture in self._space.mixtures])
-        return np.split(shares, ends[:-1])
 
 
 def at_the_end(curves: Sequence[Curve], names: Sequence[str]) -> np.ndarray:

@@ -39,7 +39,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
-from roxxel_dist.sweep.space.versus import SEED, SIDE, SIDES, Versus
+from roxxel_dist.sweep.space.extras import SEED, SIDE, SIDES, Versus
 from roxxel_dist.sweep.study.journal import History, Trial
 from roxxel_dist.utils.display import counted
 
@@ -112,7 +112,7 @@ class Comparison:
 
     @property
     def ending(self) -> str | None:
-        """Why no more pairs are needed; None while they are."""
+        """The reason why no more pairs are needed; None while they are."""
         if self.is_vain:
             return f"{counted(self.dropped, 'pair')} of {self.dropped + self.pairs} cannot be compared: {self.why}"
         return None if self.verdict == "undecided" else self.text()
@@ -137,7 +137,7 @@ class Comparison:
         return line + "".join(losses)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, with None for an end that is endless."""
+        """The fields for JSON, with None for an end of the interval that is infinite."""
         ends = {name: end if math.isfinite(end := getattr(self, name)) else None for name in ("low", "high")}
         return asdict(self) | ends
 
@@ -273,7 +273,7 @@ def last_value(trial: Trial) -> float | None:
     return trial.reports[-1][1] if trial.reports else trial.value
 
 
-def looks(pairs: Sequence[Pair], versus: Versus, sign: float) -> Iterator[Comparison]:
+def comparisons(pairs: Sequence[Pair], versus: Versus, sign: float) -> Iterator[Comparison]:
     """What is known after each pair, up to the end: later pairs, which ran at the same time, do not count."""
     for count in range(1, len(pairs) + 1):
         found = compare(pairs[:count], versus, sign)
@@ -284,5 +284,5 @@ def looks(pairs: Sequence[Pair], versus: Versus, sign: float) -> Iterator[Compar
 
 def outcome(history: History, versus: Versus) -> Comparison:
     """What a study says so far."""
-    *_, last = [compare([], versus, history.sign), *looks(pairs_of(history), versus, history.sign)]
+    *_, last = [compare([], versus, history.sign), *comparisons(pairs_of(history), versus, history.sign)]
     return last

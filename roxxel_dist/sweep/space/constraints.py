@@ -4,27 +4,18 @@ import ast
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from simpleeval import DEFAULT_OPERATORS, EvalWithCompoundTypes, InvalidExpression, NameNotDefined
 
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.space.values import kept
+from roxxel_dist.sweep.space.values import check_value
 
 LONGEST, MOST = 2000, 200
 """Characters and syntax nodes of a formula."""
 EXPRESSIONS = (
-    ast.Name,
-    ast.Constant,
-    ast.List,
-    ast.Tuple,
-    ast.Call,
-    ast.IfExp,
-    ast.BoolOp,
-    ast.UnaryOp,
-    ast.BinOp,
-    ast.Compare,
-)
+    ast.Name, ast.Constant, ast.List, ast.Tuple, ast.Call, ast.IfExp, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Compare,
+)  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "float": float,
@@ -110,18 +101,6 @@ class InfeasibleError(UserError):
     """These parameters break a rule of the sweep: no trial is made of them. The message names the rule."""
 
 
-class Budget(Protocol):
-    """Limits on what a trial may read."""
-
-    def check(self, params: Mapping[str, Any], /) -> None:
-        """Raises InfeasibleError for the parameters of a trial that would read too much."""
-        ...
-
-    def moved(self, spaces: Any, shares: Any, params: Mapping[str, Any], /) -> Any:
-        """Shares moved by as little as the limits ask for; see `passes.PassBudget`."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The second file of a sweep."""
@@ -133,8 +112,8 @@ class Rules:
     """In an order in which each needs only earlier ones."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Of each trial, as Ray counts them: CPU (on each of its hosts), GPU (over all of them), and custom ones."""
-    budget: Budget | None = None
-    """Of passes over the data; None: no limit, or the data is not known."""
+    budget: Any = None
+    """A `passes.PassBudget`: of passes over the data; None: no limit, or the data is not known."""
 
     @property
     def restrict(self) -> bool:
@@ -173,7 +152,7 @@ class Rules:
 def _kept(formula: Expression, value: Any) -> Any:
     """The value of a derived parameter, with lists for tuples. Raises InfeasibleError where it cannot be kept."""
     try:
-        return kept(list(value) if isinstance(value, tuple) else value)
+        return check_value(list(value) if isinstance(value, tuple) else value)
     except UserError as error:
         raise InfeasibleError(f"{formula.text!r}: {error}") from None
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.space.values import as_text, kept, shown
+from roxxel_dist.sweep.space.values import as_text, check_value, excerpt
 
 Numbers = Mapping[str, float]
 
@@ -172,7 +172,7 @@ def _kept(key: str, value: Any) -> Any:
     if key == "values" and isinstance(value, tuple):  # of a dictionary of Python
         value = list(value)
     try:
-        return kept(value)
+        return check_value(value)
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
 
@@ -202,7 +202,7 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
     _check_keys(name, given, {"values": None, **({"probabilities": None} if is_weighted else {})})
     values = given["values"]
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise UserError(f"values: {shown(values)} must be a list with at least one value")
+        raise UserError(f"values: {excerpt(values)} must be a list with at least one value")
     weights = given["probabilities"] if is_weighted else [1.0] * len(values)
     if not isinstance(weights, Sequence) or len(weights) != len(values):
         raise UserError(f"probabilities: {weights!r} must be a list of {len(values)} numbers, one for each value")
@@ -234,9 +234,9 @@ def _int_uniform(given: Mapping[str, Any]) -> Distribution:
     _check_keys("int_uniform", given, BOUNDS)
     least, most = given["min"], given["max"]
     if type(least) is not int or type(most) is not int:
-        raise UserError(f"int_uniform: min {shown(least)} and max {shown(most)} must be integers")
+        raise UserError(f"int_uniform: min {excerpt(least)} and max {excerpt(most)} must be integers")
     if least > most:
-        raise UserError(f"min {shown(least)} is larger than max {shown(most)}")
+        raise UserError(f"min {excerpt(least)} is larger than max {excerpt(most)}")
     count = most - least + 1
     if count > EXACT:  # u has not so many values, and len() of a range has its limit too
 
@@ -258,10 +258,11 @@ def _continuous(name: str, given: Mapping[str, Any]) -> Distribution:
     for key, value in given.items():
         if not is_finite(value):
             rule = ", and finite" if is_number(value) else as_number(value)
-            raise UserError(f"{key}: {shown(value)} must be a number{rule}")
+            raise UserError(f"{key}: {excerpt(value)} must be a number{rule}")
         if float(value) != value:
             raise UserError(
-                f"{key}: {shown(value)} is no float, {float(value):.17g} is the nearest: write that, or use int_uniform"
+                f"{key}: {excerpt(value)} is no float, {float(value):.17g} is the nearest: write that, or use "
+                "int_uniform"
             )
     numbers = {key: float(given.get(key, default)) for key, default in allowed.items()}
     if "min" in numbers and numbers["min"] > numbers["max"]:

@@ -81,7 +81,7 @@ class MixtureSpace:
         """The shares of a point of the cube, as a trial has them: float64[k] of float64[k - 1]."""
         shares = self.from_cube(np.asarray(point, float)[None])[0]
         if self.step is None:
-            return self._rounded(shares)
+            return round_shares(shares, self.floors, self.caps)
         return self.lattice[int(((self.lattice - shares) ** 2).sum(1).argmin())]
 
     def from_cube(self, points: np.ndarray) -> np.ndarray:
@@ -136,10 +136,6 @@ class MixtureSpace:
             raise UserError(f"step: {count:,} mixtures are multiples of {self.step:g}: {LATTICE:,} are the maximum")
         return np.array(_rows(spans, parts), float) / parts
 
-    def _rounded(self, shares: np.ndarray) -> np.ndarray:
-        """Shares of `DIGITS` decimals, between floors and caps, each 0 or at least `LEAST_SHARE`."""
-        return rounded(shares, self.floors, self.caps)
-
     @cached_property
     def _transform(self) -> "_Rosenblatt":
         return _Rosenblatt(self.floors, self.caps)
@@ -184,13 +180,18 @@ def mixture_space(
         names=tuple(names),
         floors=low,
         caps=high,
-        natural=rounded(nearest_by_kl(sizes, low, high), low, high),
-        uniform=rounded(nearest_by_kl(even, low, high), low, high),
+        natural=round_shares(nearest_by_kl(sizes, low, high), low, high),
+        uniform=round_shares(nearest_by_kl(even, low, high), low, high),
         step=step,
     )
     if step is not None:
         len(space.lattice)
     return space
+
+
+def split_shares(spaces: Sequence[MixtureSpace], shares: np.ndarray) -> list[np.ndarray]:
+    """Shares of several mixtures side by side, float64[K], as those of each: float64[k]."""
+    return np.split(shares, np.cumsum([len(space.names) for space in spaces])[:-1])
 
 
 def nearest_by_kl(shares: np.ndarray, floors: np.ndarray, caps: np.ndarray) -> np.ndarray:
@@ -207,7 +208,7 @@ def nearest_by_kl(shares: np.ndarray, floors: np.ndarray, caps: np.ndarray) -> n
     return np.clip(high * shares, floors, caps)
 
 
-def rounded(shares: np.ndarray, floors: np.ndarray, caps: np.ndarray) -> np.ndarray:
+def round_shares(shares: np.ndarray, floors: np.ndarray, caps: np.ndarray) -> np.ndarray:
     """Shares of `DIGITS` decimals that sum to 1 between floors and caps, each 0 or at least `LEAST_SHARE`."""
     low, high = np.ceil(floors * UNIT - 1e-4).astype(int), np.floor(caps * UNIT + 1e-4).astype(int)
     units = np.clip(np.round(shares * UNIT).astype(int), low, high)

@@ -1,4 +1,4 @@
-"""The most passes over each data set, held before a trial starts: in closed form from its phases.
+"""The most passes over each data set, checked before a trial starts: in closed form from its phases.
 
 In a plan with passes apart (`curriculum/apart.py`) a phase reads each data set as often as its quota of the blend says,
 so the passes of all phases over a set follow from steps, batch sizes and shares: no plan is made to refuse a mixture.
@@ -7,10 +7,11 @@ The plan itself is asked last (`check_plan`), since it gives up the rest of a ch
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,11 +19,15 @@ import numpy as np
 from roxxel_dist.curriculum.mixture import cumulative_weights, quota
 from roxxel_dist.curriculum.phases import Phase, phases_of
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.discovery import is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.units import APART, Ranges, rows_in_a_pass
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.run.curriculum import open_data_sets
 from roxxel_dist.sweep.space.constraints import InfeasibleError
-from roxxel_dist.sweep.space.data_extras import END, SHARE, DataExtras, MixtureSpec
-from roxxel_dist.sweep.space.mixture import MixtureSpace, rounded
+from roxxel_dist.sweep.space.extras import END, SHARE, DataExtras, MixtureSpec
+from roxxel_dist.sweep.space.mixture import MixtureSpace, round_shares, split_shares
 from roxxel_dist.sweep.space.trial_phases import phases_of_trial
 
 ROUNDING = 1e-9
@@ -115,7 +120,7 @@ class PassBudget:
         return np.array([self.limits.get(name, math.inf) for name in self.tokens])
 
     def check_plan(self, params: Mapping[str, Any]) -> None:
-        """The same for the plan itself, which may begin a pass sooner where the length of rows changes."""
+        """Raises InfeasibleError by the plan itself, which may begin a pass sooner where rows change their length."""
         if not self.limits:
             return
         self.check(params)
@@ -264,7 +269,7 @@ class PassBudget:
 
     # -- the baselines
 
-    def moved(
+    def feasible_shares(
         self, spaces: Sequence[MixtureSpace], shares: Sequence[np.ndarray], params: Mapping[str, Any]
     ) -> tuple[np.ndarray, ...]:
         """Shares moved by as little as the limits ask for, at the ends of phases among the parameters of a trial.
@@ -293,13 +298,12 @@ class PassBudget:
         names = list(self.tokens)
         wanted = np.concatenate(shares)
         at = [[names.index(name) for name in space.names] for space in spaces]
-        cuts = np.cumsum([len(space.names) for space in spaces])[:-1]
         limits = self._limits
         limited = np.flatnonzero(np.isfinite(limits))
 
         def left(flat: np.ndarray) -> np.ndarray:
             used = fixed + rounding
-            for row, (columns, part) in enumerate(zip(at, np.split(flat, cuts), strict=True)):
+            for row, (columns, part) in enumerate(zip(at, split_shares(spaces, flat), strict=True)):
                 used[columns] = used[columns] + each[row, columns] * part
             return (limits - used)[limited]
 
@@ -308,13 +312,13 @@ class PassBudget:
             ratio = np.log(safe / np.maximum(wanted, 1e-12))
             return float((safe * ratio).sum()), ratio + 1
 
-        sums = {"type": "eq", "fun": lambda flat: np.array([part.sum() - 1 for part in np.split(flat, cuts)])}
+        sums = {"type": "eq", "fun": lambda flat: np.array([part.sum() - 1 for part in split_shares(spaces, flat)])}
         bounds = [pair for space in spaces for pair in zip(space.floors, space.caps, strict=True)]
         found = minimize(
             kl, wanted, jac=True, method="SLSQP", bounds=bounds, constraints=[sums, {"type": "ineq", "fun": left}]
         )
-        parts = np.split(found.x, cuts)
-        return tuple(rounded(part, space.floors, space.caps) for part, space in zip(parts, spaces, strict=True))
+        pairs = zip(split_shares(spaces, found.x), spaces, strict=True)
+        return tuple(round_shares(part, space.floors, space.caps) for part, space in pairs)
 
 
 def _ramp(phase: Mapping[str, Any]) -> list[Phase]:
@@ -332,3 +336,18 @@ def _enough(phase: Mapping[str, Any], steps: int) -> int:
             _ramp({**phase, "steps": count})
             return count
     return max(steps, phase["steps"])
+
+
+def training_ranges(config: Any, data_path: str | Path | None) -> dict[str, Ranges]:
+    """The training part of each data set of a `Config`. Raises ValueError where it is text, or cannot be opened."""
+    path = config.primary_path(data_path)
+    if path is None or not is_tokens(path):
+        raise UserError(
+            f"mixtures: {path} is text, whose tokens are not counted yet: make shards of it first "
+            f"(`roxxel-dist data build {path} --out DIR`)"
+        )
+    with ExitStack() as held:
+        data = held.enter_context(Roxxel(path, dtype=config.data_dtype, remote=config.part(RemoteConfig)))
+        sets = {name: held.enter_context(each) for name, each in open_data_sets(config, "datasets", data).items()}
+        train, _ = data.split(0 if config.validation else config.val_fraction)
+        return {"self": list(train.ranges), **{name: list(each.ranges) for name, each in sets.items()}}

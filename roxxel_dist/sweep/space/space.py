@@ -28,7 +28,7 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        """Its names with points between."""
+        """The names of the path with points between."""
         return ".".join(self.path)
 
     @property
@@ -57,7 +57,7 @@ class Space:
 
     @property
     def share_axes(self) -> tuple[slice, ...]:
-        """Where the axes of each mixture are."""
+        """The places of the axes of each mixture among all axes."""
         ends, slices = len(self.free), []
         for mixture in self.mixtures:
             slices.append(slice(ends, ends + mixture.axes))

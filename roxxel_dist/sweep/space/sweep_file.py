@@ -14,11 +14,10 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, read_yaml
 from roxxel_dist.settings.values import EXPONENT, with_numbers
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
-from roxxel_dist.sweep.space.data_extras import DataExtras, data_extras
 from roxxel_dist.sweep.space.distributions import distribution
+from roxxel_dist.sweep.space.extras import DataExtras, Versus, data_extras
 from roxxel_dist.sweep.space.space import Parameter, Params, Space
-from roxxel_dist.sweep.space.values import kept
-from roxxel_dist.sweep.space.versus import Versus
+from roxxel_dist.sweep.space.values import check_value
 
 if TYPE_CHECKING:
     from roxxel_dist.sweep.space.passes import PassBudget
@@ -73,13 +72,13 @@ class Sweep:
     """What is searched of the data: shares, and ends of phases."""
     versus: Versus | None = None
     """Of a study that compares two configurations: which, and when it ends."""
-    locator: "YamlLocator | None" = field(default=None, compare=False, repr=False)
+    locator: "YamlLocator" = field(default_factory=lambda: YamlLocator("sweep", {}), compare=False, repr=False)
     """Where in the file its keys stand."""
     names_metric: bool = field(default=False, compare=False)
     """Whether the file says what the metric is."""
 
     def with_budget(self, budget: "PassBudget") -> "Sweep":
-        """The same sweep over the mixtures that the passes over the data leave.
+        """The sweep over the mixtures that the passes over the data leave.
 
         Raises:
             ValueError: they leave none.
@@ -175,7 +174,7 @@ def check_per_token(sweep: Sweep, names: Sequence[str]) -> None:
         f"token is, so that it does not compare the trials: write metric: {{name: {better}, goal: minimize{weights}}}, "
         f"which is per byte"
     )
-    raise UserError(why) if sweep.locator is None else sweep.locator.error(["metric", "name"], why)
+    raise sweep.locator.error(["metric", "name"], why)
 
 
 def _load(path: str | Path, *, strict: bool) -> tuple[Mapping[str, Any], YamlLocator]:
@@ -351,7 +350,7 @@ def _place_of(spec: Mapping[str, Any]) -> list[str | int]:
     values = spec.get("values")
     for number, value in enumerate(values if isinstance(values, list) else ()):
         try:
-            kept(value)
+            check_value(value)
         except UserError:
             return ["values", number]
     return []

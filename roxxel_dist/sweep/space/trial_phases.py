@@ -7,8 +7,8 @@ from typing import Any
 
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.constraints import InfeasibleError
-from roxxel_dist.sweep.space.data_extras import END, SHARE
 from roxxel_dist.sweep.space.distributions import is_number
+from roxxel_dist.sweep.space.extras import END, SHARE
 
 
 def is_of_phases(name: str) -> bool:
@@ -17,12 +17,14 @@ def is_of_phases(name: str) -> bool:
     return f"{name}.".startswith((SHARE, END))
 
 
-def with_points(params: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_phase_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters whose shares and ends, where W&B's YAML nests them, have names with points: mixture.1.code."""
     found: dict[str, Any] = {}
     for name, value in params.items():
         nested = isinstance(value, Mapping) and is_of_phases(name)
-        found |= with_points({f"{name}.{key}": inner for key, inner in value.items()}) if nested else {name: value}
+        found |= (
+            flatten_phase_params({f"{name}.{key}": inner for key, inner in value.items()}) if nested else {name: value}
+        )
     return found
 
 

@@ -21,7 +21,7 @@ LONGEST_INTEGER = 4_000
 LONGEST_SHOWN = 60
 
 
-def kept(value: Any, depth: int = 0) -> Any:
+def check_value(value: Any, depth: int = 0) -> Any:
     """The value, with scalars of numpy as Python's own.
 
     Raises:
@@ -34,13 +34,13 @@ def kept(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise UserError(f"the key {key!r} of {shown(value)} is no text: write it in quotes")
+                raise UserError(f"the key {key!r} of {excerpt(value)} is no text: write it in quotes")
             if key == FLOAT:
-                raise UserError(f"the key {FLOAT} of {shown(value)} has a meaning in the journal: use another one")
+                raise UserError(f"the key {FLOAT} of {excerpt(value)} has a meaning in the journal: use another one")
             _check_text(key)
-        return {key: kept(inner, depth + 1) for key, inner in value.items()}
+        return {key: check_value(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, list):
-        return [kept(inner, depth + 1) for inner in value]
+        return [check_value(inner, depth + 1) for inner in value]
     _check_scalar(value)
     return value
 
@@ -55,16 +55,16 @@ def _check_scalar(value: Any) -> None:
         if math.isnan(value):
             raise UserError("nan cannot be a value, because W&B's client makes null of it: write null, or a text")
     elif value is not None:
-        raise UserError(f"{shown(value)} is {_kind(value)}: {_cure(value)}")
+        raise UserError(f"{excerpt(value)} is {_kind(value)}: {_cure(value)}")
 
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise UserError(f"{shown(text)} has a null character, which no word of a command can have: leave it out")
+        raise UserError(f"{excerpt(text)} has a null character, which no word of a command can have: leave it out")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{shown(text)} has half of a surrogate pair, which is no character: leave it out") from None
+        raise UserError(f"{excerpt(text)} has half of a surrogate pair, which is no character: leave it out") from None
 
 
 def _kind(value: Any) -> str:
@@ -82,7 +82,7 @@ def _cure(value: Any) -> str:
     return "use a number, a text, true, false, null, or lists and mappings of them"
 
 
-def shown(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """A value for a message, cut off where it is long."""
     try:
         text = str(value) if isinstance(value, date) else repr(value)

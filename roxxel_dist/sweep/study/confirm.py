@@ -11,7 +11,7 @@ from typing import Any
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config, load_yaml
-from roxxel_dist.sweep.space.data_extras import SHARE
+from roxxel_dist.sweep.space.extras import SHARE
 from roxxel_dist.sweep.study.folder import Study, flat, read_study
 from roxxel_dist.sweep.study.journal import Trial
 
@@ -40,7 +40,7 @@ class Expected:
 
     @classmethod
     def read(cls, study: Path) -> "Expected | None":
-        """That of the study in a folder; None where there is none."""
+        """The expectation of the study in a folder; None where there is none."""
         file = study / EXPECTED
         return cls(**load_yaml(file)) if file.is_file() else None
 
@@ -107,10 +107,10 @@ def expected_of(
     winner = study.done[0]
     if not study.sweep.space.mixtures:
         raise UserError(f"--confirm {factor}: {study.place} searches no mixtures: it is for a study that does")
-    phases = longer(best, factor)
+    phases = lengthen_phases(best, factor)
     made = {BEST: phases}
     for name, trial in baselines(study).items():
-        others = with_shares(phases, shares_of(trial), groups)
+        others = replace_shares(phases, shares_of(trial), groups)
         if all(others != known for known in made.values()):
             made[name] = others
     if len(made) < 2:
@@ -120,7 +120,7 @@ def expected_of(
     return Expected(factor=factor, trial=winner.number, seeds=seeds, phases=made, gains=kept)
 
 
-def longer(config: Config, factor: int) -> list[dict[str, Any]]:
+def lengthen_phases(config: Config, factor: int) -> list[dict[str, Any]]:
     """The phases of a config, each `factor` times as long, with their weights above 0 first: that is what differs."""
     made = []
     for phase in config.to_dict()["phases"] or []:
@@ -130,7 +130,7 @@ def longer(config: Config, factor: int) -> list[dict[str, Any]]:
     return made
 
 
-def with_shares(
+def replace_shares(
     phases: list[dict[str, Any]], shares: Mapping[tuple[int, str], float], groups: Mapping[int, tuple[int, ...]]
 ) -> list[dict[str, Any]]:
     """Phases with other shares, those of 0 left out."""
@@ -146,7 +146,7 @@ def _above_0(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: weight for name, weight in weights.items() if weight > 0}
 
 
-def lengthened(config: Config, factor: int) -> Config:
+def lengthen_config(config: Config, factor: int) -> Config:
     """A config whose warm-up, decay and last step, where it gives them in steps, are `factor` times as long.
 
     Its phases are those of the sweep that uses it.

@@ -49,7 +49,7 @@ class Study:
 
     @property
     def place(self) -> str:
-        """Where it is, for people."""
+        """The folder or the address of the study, for people."""
         return str(self.url or self.path)
 
     @property
@@ -71,7 +71,7 @@ class Study:
         return found
 
     def run_dir(self, trial: Trial) -> Path:
-        """Where a trial was trained."""
+        """The run directory of a trial."""
         return self.path / TRIALS / str(trial.number)
 
 

@@ -158,8 +158,20 @@ class History:
         choose = min if self.goal == "minimize" else max
         return choose((value for _, value in self.trials[number].reports), default=None)
 
+    def seconds_left(self, count: int | None, workers: int, now: float) -> float | None:
+        """Seconds until `count` trials have ended, if each takes as long as those so far; None if that is not known.
+
+        `workers` trials run at once; `now` is in seconds since 1970.
+        """
+        mean = self.mean_seconds
+        if mean is None or count is None:
+            return None
+        running = [max(0.0, mean - (now - (trial.began or now))) for trial in list(self.running.values())]
+        waiting = max(0, count - len(self.trials)) * mean
+        return max([(sum(running) + waiting) / max(1, workers), *running])
+
     def hours(self, now: float) -> float:
-        """For how many hours drivers have searched until now, on the clock of the last line, if one has since then."""
+        """The hours for which drivers have searched until now, on the clock of the last line, if one has since then."""
         return (self._busy_s + (0.0 if self._clock is None else max(0.0, now - self._clock))) / 3600
 
     def apply(self, event: Mapping[str, Any]) -> None:
@@ -176,7 +188,7 @@ class History:
             return
         number = event["trial"]
         if kind == "ask":
-            self.trials[number] = Trial(number=number, params=event["params"], point=event["point"])
+            self.trials[number] = Trial(number=number, params=from_json(event["params"]), point=event["point"])
         trial = self.trials[number]
         if kind in DECIDING:
             self.last = kind, number
@@ -210,7 +222,7 @@ class History:
             counted = trial.pause_seconds if trial.state == "paused" else 0.0
             trial.seconds = (trial.seconds or 0.0) - counted + event["seconds"]
         trial.state = "stopped" if event["stopped"] else "done"
-        trial.params, trial.value, trial.more = event["params"], event["value"], event["more"]
+        trial.params, trial.value, trial.more = from_json(event["params"]), event["value"], event["more"]
         trial.ended = event["time"]
         self.failures_in_row = 0
 
@@ -284,7 +296,7 @@ def replay(path: Path, data: bytes) -> History:
     history = History()
     for number, line in enumerate(data.splitlines(), 1):
         try:
-            event = _from_json(json.loads(line))
+            event = json.loads(line)
             if event["event"] == "study":
                 check_format(event, f"{path}, line {number}")
             history.apply(event)
@@ -369,7 +381,7 @@ class Journal:
             kinds = {event["event"] for event in timed}
             self._stored.add(data, soon=bool(kinds & SOON), wait=bool(kinds & AWAITED))
         for event in timed:
-            self.history.apply(_from_json(event))
+            self.history.apply(event)
 
     def check(self) -> None:
         """Raises what `JournalWriter.check` raises, where the study is in a bucket."""
@@ -380,10 +392,6 @@ class Journal:
 def _as_json(event: Mapping[str, Any]) -> dict[str, Any]:
     form = {"format": FORMAT} if event["event"] == "study" else {}
     return form | {name: to_json(value) if name == PARAMS else _plain(value) for name, value in event.items()}
-
-
-def _from_json(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**event, PARAMS: from_json(event[PARAMS])} if PARAMS in event else event
 
 
 def _plain(value: Any) -> Any:

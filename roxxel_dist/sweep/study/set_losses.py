@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from roxxel_dist.sweep.space.data_extras import SHARE
+from roxxel_dist.sweep.space.extras import SHARE
 from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.journal import History, Trial
 
@@ -34,11 +34,11 @@ class SetLosses:
     weights: np.ndarray
 
     def at_the_end(self) -> "SetLosses":
-        """Those that came as far as the furthest."""
+        """The trials that came as far as the furthest one."""
         return self.where(self.steps == self.steps.max(initial=0))
 
     def where(self, kept: np.ndarray) -> "SetLosses":
-        """Some of the n trials: those of bool[n]."""
+        """The trials that bool[n] marks, of the n."""
         rows = {name: getattr(self, name)[kept] for name in ("trials", "shares", "losses", "steps")}
         return replace(self, **rows)
 

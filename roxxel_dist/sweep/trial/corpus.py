@@ -10,8 +10,7 @@ from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.process.file_lock import release_lock, wait_for_lock
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.trial.outcome import last_words
-from roxxel_dist.sweep.trial.process import POLL_S, TrialProcess, environment
-from roxxel_dist.sweep.trial.task import TrialTask
+from roxxel_dist.sweep.trial.process import POLL_S, TrialProcess, TrialTask, environment
 
 SILENT_S = 2.0
 LIMIT_S = 3600.0
@@ -19,7 +18,7 @@ LIMIT_S = 3600.0
 
 
 def shards_of(config: Any, data_path: str | None, folder: Path) -> Path | None:
-    """Where the shards of a trial will be, in `folder`, of text; None where they are, or its own run makes them."""
+    """The place in `folder` of the shards of a trial's text; None where they are there, or its own run makes them."""
     path = config.primary_path(data_path)
     if path is None or is_tokens(path):
         return None

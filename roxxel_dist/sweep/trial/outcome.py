@@ -75,7 +75,7 @@ def _loss(code: int, output: str, *, ours: bool) -> str | None:
 
 
 def disk_full(text: str) -> str | None:
-    """Why no trial can go on, if this text reports a full disk; else None."""
+    """The reason why no trial can go on, if this text reports a full disk; else None."""
     match = DISK_FULL.search(text)
     return f"a trial could not write ({match[0]}): make room, and start the sweep again" if match else None
 

@@ -1,16 +1,81 @@
-"""The program of a trial: its words, its environment, and its process, of which nothing outlives this one."""
+"""The task of a trial, and its program: words, environment, and the process, of which nothing outlives this one."""
 
 import os
 import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from roxxel_dist.launcher.backends.ray.actor import OF_WORKERS
 from roxxel_dist.launcher.host.process_tree import SpawnedTree
 from roxxel_dist.launcher.job.spec import CONTRACT, Limits
-from roxxel_dist.sweep.trial.task import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The processes of a trial, and the cluster that has its hosts."""
+
+    hosts: int = 1
+    procs_per_host: int = 1
+    gpus_per_host: int | None = None
+    cpus_per_host: float = 1
+    ray_address: str | None = None
+    insecure: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many processes a trial has."""
+        return self.hosts * self.procs_per_host
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialTask(Ranks):
+    """All that a worker must know of a trial, in plain values; it is sent as a dictionary of these fields."""
+
+    trial: int
+    params: Mapping[str, Any]
+    """What `config` does not have yet of the trial's parameters."""
+    attempt: int
+    """From 0."""
+    run_dir: str
+    """Absolute, as `log`; both, and the corpus's folder, count from the host's cache where `bucket` is given."""
+    log: str
+    metric: str
+    goal: str
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """The logged metrics of which `metric` is a mean, with their weights; empty where it is logged itself."""
+    config: Mapping[str, Any]
+    """The fields of the trial's config; of a program of the user's own, and where a server leads, those that all trials
+    share."""
+    data_path: str | None
+    corpus: Mapping[str, Any] | None = None
+    """Where shards of text are to be made first: the "text", and the "folder" of the study's shards."""
+    program: Sequence[str] | None
+    """The command of a program of the user's own; None: the trial is a training of a Config."""
+    max_time_s: float | None
+    directory: str | None = None
+    """Where the trial's program runs; None: where its worker does."""
+    swept: Sequence[str] = ()
+    """The names of all parameters of the sweep."""
+    wandb_sweep: str | None = None
+    """The sweep of a W&B server that leads it, as entity/project/name."""
+    bucket: str | None = None
+    """Where the study is, if in a bucket: hosts share no disk."""
+    local_dir: str | None = None
+    """Of a study in a bucket, the folder of this host that has its runs."""
+    anneal: str | None = None
+    """The checkpoint, RUN@STEP, from which the trial is a decay branch."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """More variables of the trial's program."""
+
+    @property
+    def run_url(self) -> str | None:
+        """The address of the run, if the study is in a bucket; else None."""
+        return None if self.bucket is None else f"{self.bucket}/trials/{self.trial}"
+
 
 ROXXEL = (sys.executable, "-u", "-m", "roxxel_dist")
 GRACE_S = 12
@@ -89,12 +154,12 @@ class TrialProcess:
         """Of its keeper, the parent of the program."""
 
     def wait(self, limit_s: float) -> int | None:
-        """Its exit code, 128 + N for signal N, when nothing is left of it; None after so long."""
+        """Wait until nothing is left of it; the exit code (128 + N for signal N), or None after `limit_s` seconds."""
         code = self._tree.code if self._tree.wait(limit_s) else None
         return code if code is None or code >= 0 else 128 - code
 
     def output(self) -> str:
-        """Its output until now."""
+        """The output of the program until now."""
         with self._log.open("rb") as file:
             file.seek(self._begin)
             return file.read().decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Trials of a program of the user's own: what starts it.
+"""Trials of a program of the user's own: what starts it, and what its ranks are before they become it (`main`).
 
 The program is any one that logs to W&B under the metric's name; it runs with an unmodified client. Its parameters come
 as W&B's agent gives them: in its words, by the macros of `command`, and in `wandb.config`. `tail.WandbTail` reads what
@@ -11,21 +11,30 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.trial.process import environment, launch_command, prompt_reports
-from roxxel_dist.sweep.trial.rank import CONFIG_ENV, PARAMETERS_ENV, write_parameters
+from roxxel_dist.sweep.trial.process import TrialTask, environment, launch_command, prompt_reports
 from roxxel_dist.sweep.trial.tail import MARK, trial_token
-from roxxel_dist.sweep.trial.task import TrialTask
 
+CONFIG_ENV = "ROXXEL_TRIAL_PARAMETERS"
+"""The parameters of the trial as the client reads them, as JSON, with the mark of rank 0."""
+PARAMETERS_ENV = "WANDB_SWEEP_PARAM_PATH"
 DEFAULT_COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 OURS = "train_sweep.py"
 MACRO = re.compile(r"\$\{(.*)\}")
 ENVVAR = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 PARAMETERS, PARAMETERS_JSON, ENDED = "parameters.yaml", "parameters.json", "ended.json"
-RANK_PROGRAM = "roxxel_dist.sweep.trial.rank"
+RANK_PROGRAM = "roxxel_dist.sweep.trial.program"
+
+
+def write_parameters(file: Path, config: Mapping[str, Any]) -> None:
+    """Write parameters as W&B's agent does, in YAML."""
+    import yaml
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
 
 
 def command_of(
@@ -118,3 +127,23 @@ def note_end(folder: Path) -> None:
 def has_ended(folder: Path) -> bool:
     """Whether `note_end` was called."""
     return (folder / ENDED).exists()
+
+
+def main(words: Sequence[str]) -> NoReturn:
+    """One rank of a trial: give the W&B client the rank's mark, and become the program.
+
+    All ranks have the environment of the trial. The file of parameters, which the client copies into a run's config, is
+    the only thing that says in every run, wherever the program puts it, which rank began it. The launcher's worker runs
+    the program as it would without this one.
+    """
+    config, rank = json.loads(os.environ.pop(CONFIG_ENV)), os.environ["ROXXEL_PROCESS_ID"]
+    mark = config[MARK]["value"]
+    mark |= {"rank": int(rank), "attempt": f"{mark['attempt']}.{os.environ.get('ROXXEL_ATTEMPT', '0')}"}
+    file = Path(os.environ["WANDB_DIR"], f"parameters-{rank}.yaml")
+    write_parameters(file, config)
+    os.environ[PARAMETERS_ENV] = str(file)
+    os.execv(sys.executable, [sys.executable, "-u", "-m", "roxxel_dist.launcher.host.worker", *words])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

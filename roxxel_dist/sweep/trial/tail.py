@@ -1,7 +1,11 @@
-"""What the program of a trial reports: the W&B run of its rank 0, wherever the program lets the client put it."""
+"""What a trial reports, read while it runs: from the metrics of its run directory, or from the W&B run of its rank 0.
+
+That run is wherever the user's program lets the client put it.
+"""
 
 import json
 import math
+import operator
 import os
 import struct
 import time
@@ -9,14 +13,123 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
+from statistics import median
 from typing import Any
 
+from roxxel_dist.place.directory import METRICS, SUMMARY
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.distributions import is_finite, is_number
-from roxxel_dist.sweep.space.values import shown
-from roxxel_dist.sweep.trial.metrics import MetricsTail, Report
-from roxxel_dist.sweep.trial.rank import MARK
+from roxxel_dist.sweep.space.values import excerpt
+from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
 
+Report = tuple[int, float]
+SUMMARIZED = {
+    "train_loss": operator.itemgetter(-1),
+    "tokens": operator.itemgetter(-1),
+    "vram_gb": max,
+    "ram_gb": max,
+    "ms_per_step": median,
+    "tokens_per_s": median,
+}
+"""Metrics that are kept with a result, and which of their values."""
+
+
+class MetricsTail:
+    """Follows `metrics.jsonl` of a run.
+
+    Args:
+        run: the run directory; it need not exist yet.
+        metric: whose values are wanted.
+        weights: of the logged metrics of which it is a mean; empty where it is logged itself.
+
+    Attributes:
+        names: of all metrics that came.
+        losses: by step, what each of the metrics of `weights` was; its name is that of its data set.
+    """
+
+    def __init__(self, run: Path, metric: str, weights: Mapping[str, float] | None = None) -> None:
+        self._run, self._metric, self._log = run, metric, JsonlReader(run / METRICS)
+        self._weights = weights or {}
+        self.losses: dict[int, dict[str, float]] = {}
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._reported = -1
+        self._first: list[Report] = []
+        self.names: set[str] = set()
+
+    def read(self, *, last: bool = False) -> list[Report]:
+        """(step, value) for each new value of the metric, in order of steps; one that is not finite is NaN.
+
+        A run evaluates after step 1 too, where all trials are alike. That value is a report only if the next one is of
+        step 2, or if there is no other.
+
+        Args:
+            last: the run has ended, this is the last call.
+        """
+        if self._log.replaced():  # a run that goes on cuts its log to its checkpoint
+            self._log.restart()
+        reports: list[Report] = []
+        for row in self._log.objects():
+            row.pop(DIGEST, None)  # no metric
+            step = int(row.pop("step") or 0)
+            reports += self._add(step, row, self._value(step, row))
+        if reports and reports[0][0] == 1 and math.isfinite(reports[0][1]):
+            self._first = [reports.pop(0)]
+        if reports or last:
+            counts = not reports or reports[0][0] == 2
+            reports, self._first = (self._first if counts else []) + reports, []
+        return reports
+
+    def _value(self, step: int, row: Mapping[str, Any]) -> float | None:
+        """The metric in a row, NaN where it is not finite; None where the row has it not."""
+        wanted = self._weights or {self._metric: 1.0}
+        if not wanted.keys() <= row.keys():
+            return None
+        values = {name: math.nan if row[name] is None else row[name] for name in wanted}
+        if not self._weights:
+            return values[self._metric]
+        self.losses[step] = {name.partition("/")[2]: value for name, value in values.items()}
+        return math.fsum(weight * values[name] for name, weight in wanted.items())
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why the run has no value that can be relied on; None where it may have one."""
+        return None
+
+    def missing_message(self) -> str:
+        """What the run logged instead of the metric, and what to change."""
+        logged = f"it logged {', '.join(sorted(self.names))}" if self.names else "it logged nothing"
+        if absent := sorted(self._weights.keys() - self.names):
+            return f"{logged}, and not {', '.join(absent)}: name those sets in `validation`, or leave out their weights"
+        return f"{logged}; name one of those under `metric`, or log {self._metric!r}"
+
+    def _add(self, step: int, row: Mapping[str, Any], value: float | None) -> list[Report]:
+        """Keep a row; the report in it, unless its step was reported: a run goes back to its checkpoint."""
+        self._rows.setdefault(step, {}).update(row)
+        self.names |= {name for name in row if not name.startswith("_")}
+        if value is None or step <= self._reported:
+            return []
+        self._reported = step
+        return [(step, value)]
+
+    def summarize(self) -> dict[str, Any]:
+        """How far the run came, its last losses, most memory, usual speed and size, where it has them."""
+        summary: dict[str, Any] = {"steps": max(self._rows)} if self._rows else {}
+        for name, choose in SUMMARIZED.items():
+            values = [row[name] for _, row in sorted(self._rows.items()) if isinstance(row.get(name), int | float)]
+            summary |= {name: choose(values)} if values else {}
+        try:
+            written = json.loads((self._run / SUMMARY).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return summary
+        return summary | {name: written[name] for name in ("parameters", "trainable_parameters") if name in written}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._log.close()
+
+
+MARK = "_roxxel"
+"""The entry of a run's config that says whose run it is: trial, attempt and rank. `wandb.config` hides such names."""
 HEAD = b":W&B"
 HEAD_SIZE, BLOCK = 7, 1 << 15
 PIECE = struct.Struct("<IHB")
@@ -57,13 +170,13 @@ class WandbFile:
             record = Record.FromString(data)
             kind = record.WhichOneof("record_type")
             if kind == "history":
-                row = flattened(record.history.item)
+                row = flatten_items(record.history.item)
                 self._step = int(row.get("_step", max(record.history.step.num, self._step)))
                 yield self._step, row
             elif kind == "run" and self.run_id is None:
-                self.run_id, self.config = record.run.run_id, flattened(record.run.config.update)
+                self.run_id, self.config = record.run.run_id, flatten_items(record.run.config.update)
             elif kind == "summary":
-                self.summary |= flattened(record.summary.update)
+                self.summary |= flatten_items(record.summary.update)
             elif kind == "exit":
                 self.exit_code = record.exit.exit_code
 
@@ -96,7 +209,7 @@ class WandbFile:
                     yield record
 
 
-def flattened(items: Any) -> dict[str, Any]:
+def flatten_items(items: Any) -> dict[str, Any]:
     """Names and values of a record's items; what is nested has names with points between, and its own name too."""
     values: dict[str, Any] = {}
     for item in items:
@@ -163,7 +276,7 @@ class WandbTail(MetricsTail):
         """By attempt, the ids of the runs that have logged the metric."""
 
     def read(self, *, last: bool = False) -> list[Report]:
-        """As `MetricsTail.read`; what was only put into the summary comes with the last call."""
+        """The new reports, as of `MetricsTail.read`; what was only put into the summary comes with the last call."""
         reports: list[Report] = []
         for path in sorted(self._paths(last=last), key=_begun):
             size, file = self._files.get(path) or (-1, WandbFile(path))
@@ -191,12 +304,12 @@ class WandbTail(MetricsTail):
         """The metric among what was logged; None where it is not there, or no number."""
         found = values.get(self._metric)
         if (value := _number(found)) is None and found is not None:
-            self._unusable = f"{shown(found)}, {KINDS.get(type(found), type(found).__name__)}"
+            self._unusable = f"{excerpt(found)}, {KINDS.get(type(found), type(found).__name__)}"
         return value
 
     @property
     def problem(self) -> str | None:
-        """Why the trial has no value that can be relied on: several of its runs have logged the metric."""
+        """The reason why the trial has no value that can be relied on: several of its runs have logged the metric."""
         for ids in self._reporting.values():
             if len(ids) > 1:
                 return (
@@ -205,12 +318,12 @@ class WandbTail(MetricsTail):
                 )
         return None
 
-    def missing(self) -> str:
-        """As `MetricsTail.missing`."""
+    def missing_message(self) -> str:
+        """What the program logged instead of the metric, and what to change."""
         if self._unusable is not None:
             return f"it logged {self._metric!r} as {self._unusable}: log a number"
         if self._runs():
-            return super().missing()
+            return super().missing_message()
         if self._other_ranks:
             ranks = ", ".join(map(str, sorted(self._other_ranks)))
             return f"only rank {ranks} called wandb.init: call it, and log {self._metric!r}, on rank 0"

@@ -17,13 +17,19 @@ from roxxel_dist.process.file_lock import holder
 from roxxel_dist.process.process_stat import AwakeClock
 from roxxel_dist.settings.config import Config, flat_fields
 from roxxel_dist.settings.training import SHARE_COMPILATION, TRIAL
-from roxxel_dist.sweep.space.trial_phases import is_of_phases, phases_of_trial, with_points
-from roxxel_dist.sweep.trial.metrics import MetricsTail
+from roxxel_dist.sweep.space.trial_phases import flatten_phase_params, is_of_phases, phases_of_trial
 from roxxel_dist.sweep.trial.outcome import classify_exit, disk_full
-from roxxel_dist.sweep.trial.process import LOCK_LIMIT_S, POLL_S, ROXXEL, TrialProcess, environment, launch_command
+from roxxel_dist.sweep.trial.process import (
+    LOCK_LIMIT_S,
+    POLL_S,
+    ROXXEL,
+    TrialProcess,
+    TrialTask,
+    environment,
+    launch_command,
+)
 from roxxel_dist.sweep.trial.program import has_ended, note_end, prepare
-from roxxel_dist.sweep.trial.tail import WandbTail
-from roxxel_dist.sweep.trial.task import TrialTask
+from roxxel_dist.sweep.trial.tail import MetricsTail, WandbTail
 
 HEADS = ("n_heads", "head_size")
 Event = dict[str, Any]
@@ -51,7 +57,7 @@ def config_of(
     Raises:
         ValueError: no such field (names the nearest one), or a value breaks its rule (names field, value and rule).
     """
-    fields, params = flat_fields(base), flat_fields(with_points(params), "parameters")
+    fields, params = flat_fields(base), flat_fields(flatten_phase_params(params), "parameters")
     of_phases = {name: value for name, value in params.items() if is_of_phases(name)}
     params = {name: value for name, value in params.items() if name not in of_phases}
     if of_phases:
@@ -94,13 +100,13 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
         try:
             command, env = (prepare if own else _prepare)(task, folder)
         except ValueError as error:
-            yield failed(task, "error", str(error))
+            yield failure_event(task, "error", str(error))
             return
         if task.corpus is not None:
             from roxxel_dist.sweep.trial.corpus import wait_for_shards  # numpy
 
             if reason := wait_for_shards(task, config_file(task)):
-                yield failed(task, "fatal" if disk_full(reason) else "error", disk_full(reason) or reason)
+                yield failure_event(task, "fatal" if disk_full(reason) else "error", disk_full(reason) or reason)
                 return
         if task.attempt and not own and task.run_url is None and not any((folder / CHECKPOINTS).glob("*")):
             yield {"note": {"text": f"it starts from step 1 again: there is no checkpoint in {folder / CHECKPOINTS}"}}
@@ -110,7 +116,7 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
         if code == 0 or stopped or objective.is_over:
             yield objective.result(stopped)
         else:
-            yield failed(task, *classify_exit(code, output, ours=not own or task.count > 1))
+            yield failure_event(task, *classify_exit(code, output, ours=not own or task.count > 1))
     finally:
         objective.tail.close()
 
@@ -185,20 +191,20 @@ class Objective:
         """The result, or a failure where nothing was reported."""
         metric = self._task.metric
         if self.tail.problem is not None:
-            return failed(self._task, "error", self.tail.problem)
+            return failure_event(self._task, "error", self.tail.problem)
         if self.is_nan:
-            return failed(self._task, "nan", f"{metric} is not a finite number")
+            return failure_event(self._task, "nan", f"{metric} is not a finite number")
         if self.best is None and stopped == "time":
             reason = f"it reported no {metric!r} within its {self._task.max_time_s:g} s"
-            return failed(self._task, "time", f"{reason}: evaluate earlier (eval_every), or give it more time")
+            return failure_event(self._task, "time", f"{reason}: evaluate earlier (eval_every), or give it more time")
         if self.best is None:
-            reason = f"the trial ended and never reported {metric!r}: {self.tail.missing()}"
-            return failed(self._task, "error", reason)
+            reason = f"the trial ended and never reported {metric!r}: {self.tail.missing_message()}"
+            return failure_event(self._task, "error", reason)
         more = {**self.tail.summarize(), "seconds": round(time.monotonic() - self._began, 3)}
         return {"result": {"value": self.best, "more": more, **({"stopped": stopped} if stopped else {})}}
 
 
-def failed(task: TrialTask, kind: str, reason: str) -> Event:
+def failure_event(task: TrialTask, kind: str, reason: str) -> Event:
     """The end of a trial that failed, by its own fault or (lost, fatal) by no fault of its own."""
     if kind in ("lost", "fatal"):
         return {kind: {"reason": reason}}
@@ -218,7 +224,7 @@ def wait_until_free(folder: Path) -> str | None:
 
 
 def config_file(task: TrialTask) -> Path:
-    """Where the Config of a trial is written."""
+    """The file with the Config of a trial."""
     return Path(task.log).with_suffix(".yaml")
 
 

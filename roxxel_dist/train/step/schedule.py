@@ -57,6 +57,12 @@ class LrSchedule:
             factor = float(lr_factor(self.scaling, shape.tokens, self.settings[BATCH_TOKENS]))
         return float(learning_rate(self.kind, self.settings, step)) * factor
 
+    def changes_from(self, before: "LrSchedule") -> str:
+        """What differs from a schedule before, in words."""
+        was, now = ({"kind": one.kind, "scaling": one.scaling, **one.settings} for one in (before, self))
+        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        return ", ".join(f"{name} {was.get(name, 'none')}, now {now.get(name, 'none')}" for name in names)
+
     @property
     def reference(self) -> str:
         """The batch whose rate is lr, in words."""

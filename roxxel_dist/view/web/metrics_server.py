@@ -1,20 +1,157 @@
-"""The server of `top --metrics`: OpenMetrics text for Prometheus, on this machine alone, with a token."""
+"""`top --metrics`: the numbers of runs, jobs and studies as OpenMetrics text, served on this machine with a token.
 
+(https://prometheus.io/docs/specs/om/open_metrics_spec/)
+"""
+
+import math
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+from typing import Literal
 
+from roxxel_dist.launcher.control.record import Restart
 from roxxel_dist.process.durable import state_dir
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.view.items import Item, State, is_active, read
-from roxxel_dist.view.metrics import CONTENT_TYPE, exposition
-from roxxel_dist.view.run import SLICE_S
+from roxxel_dist.view.items import Item, JobState, State, is_active, keep_readers, read
+from roxxel_dist.view.run import SLICE_S, RankState, RunState
 from roxxel_dist.view.web.server import TokenHandler, TokenServer
+
+CONTENT_TYPE = "application/openmetrics-text; version=1.0.0"
+Kind = Literal["gauge", "counter", "info"]
+FAMILIES: Mapping[str, tuple[Kind, str]] = {
+    "roxxel_run": ("info", "A run or a job: its folder, and the name that its config gives it."),
+    "roxxel_active": ("gauge", "1 while it trains, searches or starts; 0 when it has ended."),
+    "roxxel_step": ("gauge", "The newest step."),
+    "roxxel_last_step": ("gauge", "The last planned step."),
+    "roxxel_train_loss": ("gauge", "The newest logged loss of a training step."),
+    "roxxel_val_loss": ("gauge", "The loss of the newest validation."),
+    "roxxel_best_val_loss": ("gauge", "The smallest loss of a validation."),
+    "roxxel_tokens_per_second": (
+        "gauge",
+        "The newest logged rate of the whole run: computed tokens.",
+    ),
+    "roxxel_logged": ("gauge", "The newest value of each logged metric, by its name."),
+    "roxxel_goodput_ratio": ("gauge", "Share of the time in steps that are done for the first time."),
+    "roxxel_spent_seconds": ("gauge", "Where the time went: training, repeated, saving and so on."),
+    "roxxel_left_seconds": ("gauge", "Time to the end, at the newest rate."),
+    "roxxel_logged_timestamp_seconds": ("gauge", "When the newest row of the log was written."),
+    "roxxel_checkpoint_step": ("gauge", "The newest checkpoint on disk."),
+    "roxxel_restarts": ("counter", "Attempts of the job that ended and were followed by another one."),
+    "roxxel_ranks": ("gauge", "Ranks that run."),
+    "roxxel_rank_step": ("gauge", "The step of each rank."),
+    "roxxel_rank_wait_seconds": ("gauge", "Time since a rank has made progress."),
+    "roxxel_study_trials": ("gauge", "Trials by their state."),
+    "roxxel_study_best": ("gauge", "The best value of the metric of a study."),
+}
+"""Type and help of each family, in the order of the text."""
+UNITS = ("seconds", "ratio")
+"""The last word of a name whose family has a unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One number."""
+
+    family: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def exposition(states: Sequence[State]) -> str:
+    """The text of a scrape. A number that is not known has no line."""
+    families: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
+    for state in states:
+        for sample in _samples(state):
+            families[sample.family].append(sample)
+    lines: list[str] = []
+    for name, samples in families.items():
+        if samples:
+            kind, text = FAMILIES[name]
+            suffix = {"counter": "_total", "info": "_info"}.get(kind, "")
+            lines += [f"# TYPE {name} {kind}", f"# HELP {name} {text}"]
+            lines += [f"# UNIT {name} {unit}" for unit in UNITS if name.endswith(f"_{unit}")]
+            lines += [f"{name}{suffix}{_labels(sample.labels)} {_number(sample.value)}" for sample in samples]
+    return "\n".join([*lines, "# EOF", ""])
+
+
+def _samples(state: State) -> Iterator[Sample]:
+    if isinstance(state, RunState):
+        yield from _of_run(state)
+    elif isinstance(state, JobState):
+        job = state.record
+        labels = {"run": job.run_dir, "run_id": job.run_id}
+        yield from _known_samples(labels, roxxel_active=float(is_active(state)), roxxel_step=job.step)
+        yield from _of_job(labels, job.restarts, state.ranks)
+    else:
+        labels = {"study": state.study.place}
+        yield from _known_samples(labels, roxxel_active=float(is_active(state)))
+        for name, count in state.study.counts().items():
+            yield Sample(family="roxxel_study_trials", labels={**labels, "state": name}, value=count)
+        yield from _known_samples(labels, roxxel_study_best=next((trial.value for trial in state.study.done), None))
+
+
+def _of_run(state: RunState) -> Iterator[Sample]:
+    labels = {"run": state.name, "run_id": state.job}  # `job` is a label of Prometheus' own
+    yield Sample(family="roxxel_run", labels={**labels, "path": state.path, "title": state.title}, value=1.0)
+    saved = [checkpoint.step for checkpoint in state.checkpoints if not checkpoint.set_aside]
+    yield from _known_samples(
+        labels,
+        roxxel_active=float(is_active(state)),
+        roxxel_step=state.step,
+        roxxel_last_step=state.last_step,
+        roxxel_train_loss=state.row.get("train_loss"),
+        roxxel_val_loss=state.row.get("val_loss"),
+        roxxel_best_val_loss=state.best_val_loss,
+        roxxel_tokens_per_second=state.row.get("tokens_per_s"),
+        roxxel_goodput_ratio=state.goodput,
+        roxxel_left_seconds=state.left_s,
+        roxxel_logged_timestamp_seconds=state.updated or None,
+        roxxel_checkpoint_step=max(saved, default=None),
+    )
+    for name, value in state.row.items():
+        yield Sample(family="roxxel_logged", labels={**labels, "metric": name}, value=value)
+    for name, seconds in state.spent.items():
+        yield Sample(family="roxxel_spent_seconds", labels={**labels, "activity": name}, value=seconds)
+    if state.job:
+        yield from _of_job(labels, state.restarts, state.ranks)
+
+
+def _of_job(labels: Mapping[str, str], restarts: Sequence[Restart], ranks: Sequence[RankState]) -> Iterator[Sample]:
+    count = restarts[-1].attempt + 1 if restarts else 0  # the record keeps the last ones only
+    yield from _known_samples(labels, roxxel_restarts=count, roxxel_ranks=len(ranks))
+    for rank in ranks:
+        own = {**labels, "rank": str(rank.rank), "host": rank.host}
+        yield from _known_samples(own, roxxel_rank_step=rank.step, roxxel_rank_wait_seconds=rank.still_s)
+
+
+def _known_samples(labels: Mapping[str, str], **values: float | None) -> Iterator[Sample]:
+    for family, value in values.items():
+        if value is not None:
+            yield Sample(family=family, labels=labels, value=value)
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    text = value.encode(errors="backslashreplace").decode()  # parts of no character, as in the name of a file
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(float(value))
+
 
 PATH = "/metrics"
 KEPT_S = 1.0
@@ -34,7 +171,7 @@ class Scrapes:
     def __init__(self, find: Callable[[], Sequence[Item]], *, all_items: bool) -> None:
         self._find, self._all = find, all_items
         self._lock = threading.Lock()
-        self._items: dict[tuple[str, str], Item] = {}
+        self._items: list[Item] = []
         self._shown: set[tuple[str, str]] = set()
         self._text, self._until = "", float("-inf")
 
@@ -50,13 +187,12 @@ class Scrapes:
         found: Sequence[Item] = []
         with suppress(ValueError):
             found = self._find()
-        items = {(type(item.reader).__name__, item.name): item for item in found}
-        self._items = {key: self._items.get(key, item) for key, item in items.items()}  # readers keep what they read
+        self._items = keep_readers(self._items, found)
         states, deadline = list[State](), time.thread_time() + SLICE_S
-        for key, item in self._items.items():
+        for item in self._items:
             with suppress(OSError, ValueError):  # it is being deleted or created
-                if self._all or key in self._shown or is_active(read(item, brief=True, deadline=0.0)):
-                    self._shown.add(key)
+                if self._all or item.key in self._shown or is_active(read(item, brief=True, deadline=0.0)):
+                    self._shown.add(item.key)
                     states.append(read(item, deadline=deadline))
         return states
 

@@ -1,14 +1,24 @@
-"""The page as one file: its text, styles and scripts, and for a report also the numbers."""
+"""The page as one file: its text, styles and scripts; for a report also the numbers, with pictures beside it."""
 
 import base64
 import hashlib
+import json
 import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from roxxel_dist.process.durable import write_file
+from roxxel_dist.run.report import Run, no_pictures
+from roxxel_dist.sweep.study.folder import Study
+from roxxel_dist.utils.display import plain
+from roxxel_dist.view.items import State, state_of
+from roxxel_dist.view.run import RunReader
+from roxxel_dist.view.web.sections import Sections, item_id, message, sections
 
 STYLES = ("uPlot.min.css", "page.css")
 SCRIPTS = (
@@ -17,6 +27,9 @@ SCRIPTS = (
 )  # fmt: skip
 """In this order: each uses those before it."""
 LIVE = '{"live":true}'
+PAGE = "report.html"
+LARGE = 200
+"""From this number of trials, pictures take seconds, so a message is printed first."""
 MARK = re.compile(r"\{\{(\w+)\}\}")
 """The pattern of placeholders in the template."""
 
@@ -56,7 +69,40 @@ def page(title: str, data: str = LIVE) -> str:
     return MARK.sub(lambda mark: values[mark[1]], _static("page.html"))
 
 
-def write_page(path: Path, title: str, data: str) -> None:
-    """Write the page with its numbers in it."""
+def write_runs(runs: Sequence[Run], folder: Path) -> Path:
+    """Write the page of some runs into a folder, which is created."""
+    names = ", ".join(run.name for run in runs)
+    return _write(folder, names, [(RunReader(run.path, run.name).read(), {}) for run in runs])
+
+
+def write_study(study: Study, folder: Path, log: Callable[[str], None]) -> tuple[Path, str]:
+    """Write the page of a study, and its pictures, into a folder: (the page, a message if no pictures could be drawn).
+
+    `log` is called with a line if it takes long.
+    """
+    from roxxel_dist.sweep.report.mixture import mixtures_of
+    from roxxel_dist.sweep.report.plots import draw, importances
+
+    if len(study.done) >= LARGE:
+        log(f"writing the page of {len(study.done):,} trials …")
+    if study.sweep.versus is not None:
+        return _write(folder, study.name, [(state_of(study), {})]), ""
+    shares, missing = dict[str, float](), ""
+    with suppress(ImportError):  # scipy may be missing where a study is only read
+        shares = importances(study)
+    try:
+        draw(study, folder)
+    except ImportError:
+        missing = no_pictures()
+    more = {"importance": json.dumps(shares)} if shares else {}
+    if (mixtures := mixtures_of(study)) is not None:
+        more["mixture"] = json.dumps(plain(mixtures.as_json()))
+    return _write(folder, study.name, [(state_of(study), more)]), missing
+
+
+def _write(folder: Path, title: str, states: Sequence[tuple[State, Sections]]) -> Path:
+    items = {item_id("item", str(number)): sections(state) | more for number, (state, more) in enumerate(states)}
+    path = folder / PAGE
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, page(title, data))
+    write_file(path, page(title, f'{{"made":{time.time():.0f},{message(list(items), items)[1:]}'))
+    return path

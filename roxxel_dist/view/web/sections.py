@@ -20,10 +20,9 @@ from roxxel_dist.sweep.study.folder import Study, flat
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.utils.display import plain
-from roxxel_dist.view.curve import Bucket, curve_of, reduced
-from roxxel_dist.view.items import JobState, State
-from roxxel_dist.view.run import RankState, RunState, changed, worst
-from roxxel_dist.view.study import StudyState
+from roxxel_dist.view.curve import Bucket, curve_of, reduce_buckets
+from roxxel_dist.view.items import JobState, State, StudyState
+from roxxel_dist.view.run import RankState, RunState, modified_time, worst_ranks
 
 LISTED = ("train_loss", "val_loss", "tokens")
 """The curves of a run in a list."""
@@ -38,7 +37,7 @@ BOUNDED = [name for name, (numbers, _) in CONTINUOUS.items() if "min" in numbers
 """Distributions whose values have ends."""
 IN_HEAD = (
     "train_loss", "val_loss", "tokens_per_s", "ms_per_step", "mfu", "hfu", "vram_gb", "ram_gb", "lr", "tokens",
-    "expert_load_max",
+    "expert_load_max", "expert_dropped",
 )  # fmt: skip
 
 Sections = dict[str, str]
@@ -51,11 +50,12 @@ def item_id(kind: str, name: str) -> str:
 
 def sections(state: State, *, brief: bool = False) -> Sections:
     """The sections of an item; `brief` for the list."""
-    if isinstance(state, RunState):
-        return {name: _text(value) for name, value in _run(state, brief)}
-    if isinstance(state, StudyState):
-        return {name: _text(value) for name, value in _study(state, brief)}
-    return {name: _text(value) for name, value in _job(state, brief)}
+    pairs = (
+        _run(state, brief) if isinstance(state, RunState)
+        else _study(state, brief) if isinstance(state, StudyState)
+        else _job(state, brief)
+    )  # fmt: skip
+    return {name: _text(value) for name, value in pairs}
 
 
 def _text(value: Any) -> str:
@@ -63,28 +63,16 @@ def _text(value: Any) -> str:
 
 
 def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
-    yield (
-        "head",
-        {
-            "kind": "run",
-            "name": run.name,
-            "path": run.path,
-            "title": run.title,
-            "tags": run.tags,
-            "state": run.state,
-            "step": run.step,
-            "last_step": run.last_step,
-            "best": run.best_val_loss,
-            "left_s": run.left_s,
-            "updated": run.updated,
-            "row": {name: run.row[name] for name in IN_HEAD if name in run.row},
-            "goodput": run.goodput,
-            "read": run.read_share,
-        },
-    )
+    head = {
+        "kind": "run", "name": run.name, "path": run.path, "title": run.title, "tags": run.tags, "state": run.state,
+        "step": run.step, "last_step": run.last_step, "best": run.best_val_loss, "left_s": run.left_s,
+        "updated": run.updated, "row": {name: run.row[name] for name in IN_HEAD if name in run.row},
+        "goodput": run.goodput, "read": run.read_share,
+    }  # fmt: skip
+    yield "head", head
     for metric, buckets in {**dict.fromkeys(run.gaps, ()), **run.buckets}.items():
         if not brief or metric in LISTED:
-            yield f"curve/{metric}", columns(reduced(buckets, LISTED_BUCKETS if brief else OPEN_BUCKETS))
+            yield f"curve/{metric}", columns(reduce_buckets(buckets, LISTED_BUCKETS if brief else OPEN_BUCKETS))
     yield "gaps", {metric: gaps for metric, gaps in run.gaps.items() if not brief or metric in LISTED}
     if brief:
         return
@@ -96,7 +84,7 @@ def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
     yield "time", {"kinds": SPENT, "spent": run.spent, "goodput": run.goodput}
     tier = "disk" if bucket_url(run.name) is None else "bucket"
     yield "checkpoints", {"tier": tier, "checkpoints": [dataclasses.asdict(one) for one in run.checkpoints]}
-    yield "config", _config(run.path, changed(Path(run.path, CONFIG)))
+    yield "config", _config(run.path, modified_time(Path(run.path, CONFIG)))
 
 
 @lru_cache(maxsize=64)
@@ -108,27 +96,14 @@ def _study(state: StudyState, brief: bool) -> Iterator[tuple[str, Any]]:
     study, history = state.study, state.study.history
     sweep, best = study.sweep, history.best
     counts = {STATES[kind]: count for kind, count in study.counts().items()}
-    yield (
-        "head",
-        {
-            "kind": "study",
-            "name": study.name,
-            "path": study.place,
-            "state": state.state,
-            "counts": counts,
-            "trials": len(history.trials),
-            "cap": sweep.run_cap,
-            "began": state.began,
-            "left_s": state.left_s,
-            "steps_left": state.steps_left,
-            "metric": sweep.metric,
-            "goal": sweep.goal,
-            "method": history.method or sweep.method,
-            "scheduler": (sweep.early_terminate or {}).get("type"),
-            "best": best and best.value,
-            "best_trial": best and best.number,
-        },
-    )
+    head = {
+        "kind": "study", "name": study.name, "path": study.place, "state": state.state, "counts": counts,
+        "trials": len(history.trials), "cap": sweep.run_cap, "began": state.began, "left_s": state.left_s,
+        "steps_left": state.steps_left, "metric": sweep.metric, "goal": sweep.goal,
+        "method": history.method or sweep.method, "scheduler": (sweep.early_terminate or {}).get("type"),
+        "best": best and best.value, "best_trial": best and best.number,
+    }  # fmt: skip
+    yield "head", head
     if not brief and sweep.versus is not None:
         yield "versus", versus_json(study)
     if not brief:
@@ -156,7 +131,7 @@ def _trial(study: Study, trial: Trial) -> dict[str, Any]:
         "number": trial.number, "state": STATES[study.state_of(trial)], "value": trial.value, "seconds": trial.seconds,
         "attempts": trial.attempts, "node": trial.node, "params": _params(trial), "began": trial.began,
         "why": f"{stop['rule']} at step {stop['step']}" if stop else trial.reason,
-        "reports": columns(reduced(curve_of(trial.reports), LISTED_BUCKETS)),
+        "reports": columns(reduce_buckets(curve_of(trial.reports), LISTED_BUCKETS)),
     }  # fmt: skip
 
 
@@ -172,23 +147,12 @@ def _for_page(value: Any) -> Any:
 
 def _job(state: JobState, brief: bool) -> Iterator[tuple[str, Any]]:
     job = state.record
-    yield (
-        "head",
-        {
-            "kind": "job",
-            "name": job.run_id,
-            "path": job.run_dir,
-            "state": job.state,
-            "code": job.code,
-            "attempt": job.attempt,
-            "step": job.step,
-            "begun": job.begun,
-            "updated": job.updated,
-            "hosts": job.hosts,
-            "nprocs": job.nprocs,
-            "command": job.command,
-        },
-    )
+    head = {
+        "kind": "job", "name": job.run_id, "path": job.run_dir, "state": job.state, "code": job.code,
+        "attempt": job.attempt, "step": job.step, "begun": job.begun, "updated": job.updated, "hosts": job.hosts,
+        "nprocs": job.nprocs, "command": job.command,
+    }  # fmt: skip
+    yield "head", head
     if not brief:
         yield "ranks", {"job": job.run_id, "attempts": job.attempt + 1, **_ranks(state.ranks, job.restarts)}
         yield "lines", state.lines
@@ -196,7 +160,7 @@ def _job(state: JobState, brief: bool) -> Iterator[tuple[str, Any]]:
 
 def _ranks(ranks: Sequence[RankState], restarts: Sequence[Restart]) -> dict[str, Any]:
     return {
-        "ranks": [dataclasses.asdict(rank) for rank in worst(ranks, MOST_RANKS)],
+        "ranks": [dataclasses.asdict(rank) for rank in worst_ranks(ranks, MOST_RANKS)],
         "more": max(0, len(ranks) - MOST_RANKS),
         "restarts": [dataclasses.asdict(restart) for restart in restarts],
     }

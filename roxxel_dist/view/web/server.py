@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, quote, urlsplit
 
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.view.items import Item, is_behind, read
+from roxxel_dist.view.items import Item, is_behind, keep_readers, read
 from roxxel_dist.view.run import SLICE_S
 from roxxel_dist.view.web.page import page, policy
 from roxxel_dist.view.web.sections import Sections, item_id, message, sections
@@ -91,8 +91,7 @@ class Feed:
             if not self._items:
                 raise
             found = []
-        items = {item_id(type(item.reader).__name__, item.name): item for item in found}
-        self._items = {name: self._items.get(name, item) for name, item in items.items()}
+        self._items = {item_id(*item.key): item for item in keep_readers(self._items.values(), found)}
         self._looked = time.monotonic()
 
 

@@ -10,7 +10,7 @@ from buckets import opened, put, replace_object
 from roxxel_dist.data.files.format import HEADER_BYTES
 from roxxel_dist.data.files.shard import DamagedData
 from roxxel_dist.data.remote.index import INDEX
-from roxxel_dist.data.remote.verify import verify_objects
+from roxxel_dist.data.verify import verify_objects
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.utils.display import ProgressBars
 

@@ -7,11 +7,11 @@ from buckets import opened, put
 from roxxel_dist.cli.data import data_table
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.data.dataset import Roxxel, locate_token
+from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import NoShardsError, is_tokens
 from roxxel_dist.data.remote.index import INDEX, not_in_index
 from roxxel_dist.data.verify import VerifiedBlocks
-from roxxel_dist.input.stream import Stream
+from roxxel_dist.input.stream import Stream, locate_token
 from roxxel_dist.objects.store import ObjectStore
 
 pytestmark = pytest.mark.xdist_group("bucket")

@@ -125,6 +125,7 @@ const GROUPS = [
   ["MFU", ["mfu"], { form: format.share, plain: true }],
   ["Memory (GB)", ["vram_gb", "ram_gb"], { plain: true }],
   ["Load of experts (1: an even share)", ["expert_load_max", "expert_load_mean", "expert_load_min"], { plain: true }],
+  ["Choices that experts drop", ["expert_dropped"], { form: format.share, plain: true }],
   ["Learning rate", ["lr"], { plain: true }],
   ["Gradient norm", ["grad_norm"], {}],
 ];

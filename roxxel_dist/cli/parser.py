@@ -1,7 +1,7 @@
 """The words of a command line as an object of the dataclass that has the arguments of a command (`flags.py`).
 
 argparse reads them. `_` and `-` in the name of a flag are the same, no name is abbreviated, and a value may begin with
-a dash. Where the docstring of a field says that it is in seconds, 5m and 1.5h are times.
+a dash. Where the docstring of a field says that it is in seconds, hours or days, 5m and 1.5h are times.
 """
 
 import argparse
@@ -14,15 +14,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from roxxel_dist.cli.words.flags import OPTIONS, Flag, flags_of
+from roxxel_dist.cli.flags import OPTIONS, Flag, flags_of
 from roxxel_dist.launcher.job.spec import flags_in, split_flags
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.settings.values import as_choice
+from roxxel_dist.settings.values import as_choice, whole_number
 
 T = TypeVar("T")
 HELP = frozenset({"-h", "--help"})
 DURATION = re.compile(r"(\d+(?:\.\d*)?)(s|sec|m|min|h|d)")
 UNITS_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+TIMES_S = {"seconds": 1, "hours": 3600, "days": 86_400}
 LONGEST_S = 10 * 365 * 86_400.0
 """The longest time of an option: clocks of the system take no times of 1e20 s."""
 BOOLEANS = {"true": True, "false": False}
@@ -187,6 +188,10 @@ class Parser(argparse.ArgumentParser):
             )
         near = nearest(name, self._options)
         hint = f"did you mean {self.option(near)}?" if near else "the command does not have it;"
+        if name == "set" and any(flag.is_of_config for flag in self.flags.values()):
+            hint = "each field is an option: write --NAME VALUE;"
+        elif name == "config" and self.places and not near:
+            hint = f"write the file by its place, as in `{self.prog} {self.places[0].name.upper()}`;"
         raise UserError(f"there is no option {self.option(name)}: {hint} {self.all_options}")
 
     @property
@@ -246,8 +251,9 @@ class Parser(argparse.ArgumentParser):
     def convert(self, flag: Flag, word: str | None, kinds: Sequence[Any] = ()) -> Any:
         """The value of one word; None: a flag that stands without one. Raises UserError for a word of another type."""
         shown, kinds = flag.name.upper() if flag.is_positional else self.option(flag.name), kinds or flag.kinds
-        in_seconds = float in kinds and not flag.is_of_config and "econds" in flag.doc
-        what = "must be a number of seconds, or a time such as 5m" if in_seconds else _what(kinds)
+        of_time = float in kinds and not flag.is_of_config
+        unit = next((unit for unit in TIMES_S if of_time and re.search(rf"(?i)\b{unit}\b", flag.doc)), "")
+        what = f"must be a number of {unit}, or a time such as 5m" if unit else _what(kinds)
         if word is None:
             what = f"write {shown} {flag.name.split('.')[-1].upper()}" if str in kinds or flag.is_yaml else what
             raise UserError(f"{shown} has no value: {what}")
@@ -264,13 +270,14 @@ class Parser(argparse.ArgumentParser):
             elif kind is bool and word.lower() in BOOLEANS:
                 return BOOLEANS[word.lower()]
             elif kind in (int, float):
-                if in_seconds and (match := DURATION.fullmatch(word)):
-                    word = str(float(match[1]) * UNITS_S[match[2]])
+                if unit and (match := DURATION.fullmatch(word)):
+                    word = str(float(match[1]) * UNITS_S[match[2]] / TIMES_S[unit])
                 try:
-                    number = kind(word)
+                    whole = whole_number(word) if kind is int else None
+                    number = kind(word) if whole is None else whole
                 except ValueError:
                     continue
-                if in_seconds and LONGEST_S < number < float("inf"):
+                if unit == "seconds" and LONGEST_S < number < float("inf"):
                     raise UserError(f"{shown} {word}: must be at most {LONGEST_S:,.0f} seconds, ten years")
                 return number
             elif kind is str:

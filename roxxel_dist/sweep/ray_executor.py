@@ -261,7 +261,7 @@ class RayExecutor:
                 self.cancel(attempt, "ended")
         return lost
 
-    def waiting(self, seconds: float) -> str | None:
+    def waiting_message(self, seconds: float) -> str | None:
         """The message about trials that found no room for so long; names each trial once."""
         before = time.monotonic() - seconds
         silent = [attempt for attempt in self.running if not (attempt.has_begun or attempt.cancel_reason)]

@@ -25,11 +25,10 @@ from roxxel_dist.sweep.samplers.base import Curve
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
 from roxxel_dist.sweep.trial.outcome import OURS, TRACEBACK, classify_exit, last_words
-from roxxel_dist.sweep.trial.process import environment, prompt_reports
+from roxxel_dist.sweep.trial.process import Ranks, TrialTask, environment, prompt_reports
 from roxxel_dist.sweep.trial.program import command_of
 from roxxel_dist.sweep.trial.tail import WandbTail
-from roxxel_dist.sweep.trial.task import Ranks, TrialTask
-from roxxel_dist.sweep.trial.trial import Event, Objective, failed, follow, wait_until_free
+from roxxel_dist.sweep.trial.trial import Event, Objective, failure_event, follow, wait_until_free
 
 LOGIN = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 PROJECT = "roxxel-dist"
@@ -63,7 +62,7 @@ class ServerSampler:
         self._next = max(self._next, trial + 1)
 
 
-def logged_in() -> bool:
+def has_login() -> bool:
     """Whether W&B's client would find a login, without asking anybody for it."""
     if any(os.environ.get(name) for name in LOGIN):
         return True
@@ -172,7 +171,7 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
         kind, reason = classify_exit(code, agent.program_output, ours=False)
         if state == "silent" and kind != "lost":
             kind, reason = "lost", "its program ended without a word"
-        yield failed(task, kind, reason)
+        yield failure_event(task, kind, reason)
 
 
 def _ask_server(
@@ -271,7 +270,7 @@ class AgentEnd:
         self.program_output: str = "\n".join(line for line in program.splitlines() if not self.LINES.match(line))
 
     def state(self, objective: Objective, tail: WandbTail) -> State:
-        """Of the run: failed where the program said why, and silent where it was ended by something else."""
+        """The state of the run: failed where the program said why, and silent where it was ended by something else."""
         exit_code, finished = tail.exit_code(), read_cursor(self._folder).get("finished")
         if self._run is None:
             return "no run"

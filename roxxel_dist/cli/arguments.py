@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
-from roxxel_dist.cli.words.parser import build, read
+from roxxel_dist.cli.parser import build, read
+from roxxel_dist.data.files.discovery import check_local
 from roxxel_dist.place.directory import CONFIG, check_still_there, default_run_dir
-from roxxel_dist.place.run_place import local_run
+from roxxel_dist.place.run_place import bucket_url, local_run
 from roxxel_dist.process.exit_codes import UserError, attempt_number
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.effect import check_effect, chosen, without_effect
@@ -70,6 +71,8 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         _check_branch(given)
         given.setdefault("lr_schedule", "wsd")
     run = given.get("run_dir") or default_run_dir()
+    if bucket_url(run) is None:
+        check_local("--run_dir", run)
     runs: list[Path] = []
     if "resume" in given or attempt_number():
         runs.append(local_run(run, given.get("local_dir"), read_only=False))
@@ -149,7 +152,13 @@ def _with_config(
     config.given = base.given | (flags.keys() & values.keys()) | ({"model_args"} if model_args else frozenset())
     if "init_from" not in flags:
         config.of_run = base.of_run
-    config.validate()
+    try:
+        config.validate()
+    except UserError as error:
+        name = str(error).partition(" ")[0]
+        if {"phase": "phases"}.get(name, name) in base.given - flags.keys():
+            raise UserError(f"{flags.get('config') or path}: {error}") from error
+        raise
     if command != "sweep":  # its parameters may turn on what a field of the base sets
         from_flags = {name for name in flags.keys() & values.keys() if values[name] != defaults[name]}
         from_flags |= {"epochs", "batch_size"} & flags.keys()

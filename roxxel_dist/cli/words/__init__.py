@@ -1,1 +1,0 @@
-"""The words of a command line: flags, their types, help and messages."""

@@ -1,1 +1,0 @@
-"""A trial as a Ray task."""
