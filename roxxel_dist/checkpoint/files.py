@@ -45,7 +45,7 @@ from roxxel_dist.checkpoint.digests import (
     read_verified,
 )
 from roxxel_dist.checkpoint.metadata import META, MetaFile, steps_of
-from roxxel_dist.checkpoint.tensorstore_leaks import avoid_leaks
+from roxxel_dist.checkpoint.stored_blocks import avoid_leaks
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.process.durable import make_folder, sync_folder, write_file

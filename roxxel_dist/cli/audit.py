@@ -47,9 +47,8 @@ def audit(words: list[str]) -> int:
             raise UserError(f"--every is {args.every}: it must be at least 1")
         if args.dump is not None and (steps is None or steps[0] != steps[1]):
             raise UserError(f"--dump is of one step, and --steps is {args.steps}: write S:S")
-        from roxxel_dist.audit.dump import dump
         from roxxel_dist.audit.record import RunRecord
-        from roxxel_dist.audit.replay import intervals_of, prepare, replay
+        from roxxel_dist.audit.replay import dump, intervals_of, prepare, replay
         from roxxel_dist.utils.display import ProgressBars
 
         run = RunRecord.read(args.run)
@@ -125,7 +124,7 @@ def compare(words: list[str]) -> int:
     """Find the last step up to which two runs are equal, by their digests."""
     args = parse(CompareArgs, words, "compare")
     with usage_errors():
-        from roxxel_dist.audit import compare as runs
+        from roxxel_dist.audit import record as runs
         from roxxel_dist.audit.record import RunRecord
 
         comparison = runs.compare(*(RunRecord.read(run) for run in args.runs))

@@ -141,8 +141,8 @@ def anneal(named: str, args: TrainArgs, config: Any) -> int:
 
     import yaml
 
-    from roxxel_dist.run.anneal import branches_of
     from roxxel_dist.run.metadata import data_of, saved_config
+    from roxxel_dist.run.past import branches_of
 
     if attempt_number() or "ROXXEL_RUN_ID" in os.environ:
         raise UserError(f"--anneal {named} is a study, which starts its own processes: leave the launcher out")

@@ -16,11 +16,11 @@ from flax import nnx
 
 from roxxel_dist.cluster.mesh import EXPERT
 from roxxel_dist.layouts.compare import Difference, difference_in_noise, differences, differences_in_count
-from roxxel_dist.layouts.device_count import as_process
 from roxxel_dist.layouts.layout import (
     OWN_MESH,
     BatchName,
     Layout,
+    as_process,
     asked,
     has_own_axes,
     layout_of,
@@ -29,10 +29,18 @@ from roxxel_dist.layouts.layout import (
 )
 from roxxel_dist.layouts.noise import THREEFRY
 from roxxel_dist.layouts.one_step import GRADIENT, LOSS, Outcome, StepProgram, Weights, initial_weights
+from roxxel_dist.layouts.own_code import (
+    InitialCheck,
+    UpdateCheck,
+    backward_order,
+    coarsest,
+    draw_lines,
+    first_inputs,
+    loss_jaxpr,
+    text_of,
+)
 from roxxel_dist.layouts.reference import Reference, ReferencePrograms
-from roxxel_dist.layouts.start_and_update import InitialCheck, UpdateCheck
 from roxxel_dist.layouts.subject import Subject, check_devices, of_config, without_balance
-from roxxel_dist.layouts.traced_loss import backward_order, coarsest, draw_lines, first_inputs, loss_jaxpr, text_of
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.layout_mark import mark_checked, own_code

@@ -17,8 +17,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from roxxel_dist.cluster.mesh import device_type, fit_sharding, one_device
 from roxxel_dist.cluster.xla_flags import RUN_ONCE
-from roxxel_dist.layouts.device_count import devices_of
-from roxxel_dist.layouts.layout import Layout, everywhere
+from roxxel_dist.layouts.layout import Layout, devices_of, everywhere
 from roxxel_dist.layouts.noise import counted_keys, drawn, forget, is_key, other_kinds, with_noise, wrap
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.process.exit_codes import UserError

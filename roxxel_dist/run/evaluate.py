@@ -36,9 +36,15 @@ from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import fetch
 from roxxel_dist.train.steps import StepOptions, make_steps
-from roxxel_dist.train.validation.evaluator import Validation, ValidationRows, summarize
+from roxxel_dist.train.validation.evaluator import (
+    TextOfSets,
+    Validation,
+    ValidationRows,
+    gives_nats,
+    summarize,
+    why_unknown,
+)
 from roxxel_dist.train.validation.task_scores import TaskScores, of_task
-from roxxel_dist.train.validation.text_of_sets import TextOfSets, gives_nats, why_unknown
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
 from roxxel_dist.weights.load import attention_kernel

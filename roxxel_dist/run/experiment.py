@@ -49,7 +49,7 @@ from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_strea
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.step.optimizer import for_run
-from roxxel_dist.train.validation.text_of_sets import why_unknown
+from roxxel_dist.train.validation.evaluator import why_unknown
 from roxxel_dist.utils.display import ProgressBars
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of

@@ -13,9 +13,8 @@ from roxxel_dist.train.step.compile import AotCompiler, batch_key, mesh_of
 from roxxel_dist.train.step.optimizer import check_update
 from roxxel_dist.train.step.step import Metrics
 from roxxel_dist.train.steps import Steps
-from roxxel_dist.train.validation.evaluator import Validation, ValidationRows
+from roxxel_dist.train.validation.evaluator import TextOfSets, Validation, ValidationRows, gives_nats
 from roxxel_dist.train.validation.task_scores import TaskScores
-from roxxel_dist.train.validation.text_of_sets import TextOfSets, gives_nats
 
 MOST_WORK = 1.2
 """Times the work of one device that all may do together; padding of odd lengths is within it."""

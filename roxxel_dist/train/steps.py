@@ -23,10 +23,9 @@ from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.devices.traced_flops import flops_of
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
-from roxxel_dist.train.exact.calls import Key, count_calls, key_of, simulated_mesh
+from roxxel_dist.train.exact.cost import Key, ShardedMemory, count_calls, key_of, simulated_mesh
 from roxxel_dist.train.exact.gradient import ShardPrograms
 from roxxel_dist.train.exact.layout import ShardLayout, placed_as, rows_sharding, shapes_of
-from roxxel_dist.train.exact.memory import ShardedMemory
 from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, exact_places
 from roxxel_dist.train.step.compile import AotCompiler, Compile, CompileForEach, StepMemory, batch_key, mesh_of
 from roxxel_dist.train.step.local_sums import accumulation

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from roxxel_dist.audit.compare import Comparison
+from roxxel_dist.audit.record import Comparison
 from roxxel_dist.checkpoint.verify import Verdict
 from roxxel_dist.launcher.control.notify import JobEvent
 from roxxel_dist.launcher.control.record import JobRecord

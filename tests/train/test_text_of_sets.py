@@ -21,7 +21,7 @@ from roxxel_dist.model.loss import END_NATS, losses_of_tokens, next_token_loss, 
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import NamedOptimizer, OptimizerConfig
 from roxxel_dist.train.steps import StepOptions, make_steps
-from roxxel_dist.train.validation.text_of_sets import TextOfSets, byte_counter, why_unknown
+from roxxel_dist.train.validation.evaluator import TextOfSets, byte_counter, why_unknown
 
 END = 5
 SMALL = {"dim": 32, "num_blocks": 1, "vocab_size": 24, "max_context": 64, "head_size": 16}

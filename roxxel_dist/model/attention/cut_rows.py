@@ -28,9 +28,15 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import TENSOR, TOKENS, row_axes, row_shards, token_shards
 from roxxel_dist.model.attention.blocked import Blocks, block_of, blocked_backward, blocked_forward
-from roxxel_dist.model.attention.cudnn import LARGEST_BLOCK, pairs_backward, pairs_forward, with_equal_widths
 from roxxel_dist.model.attention.mask import LANES, RESIDUALS, KernelName, Mask, pad_tokens
-from roxxel_dist.model.attention.splash import splash_block, splash_kernel
+from roxxel_dist.model.attention.vendor_kernels import (
+    LARGEST_BLOCK,
+    pairs_backward,
+    pairs_forward,
+    splash_block,
+    splash_kernel,
+    with_equal_widths,
+)
 
 NOWHERE = -(1 << 31)
 """The segment of what a device without tokens before its own has in their place."""

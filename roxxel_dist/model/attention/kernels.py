@@ -16,9 +16,14 @@ import jax.numpy as jnp
 from roxxel_dist.cluster.determinism import is_deterministic
 from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.model.attention.blocked import block_of, blocked_attention
-from roxxel_dist.model.attention.cudnn import LARGEST_BLOCK, LONGEST_BIAS, blocks_of, cudnn_attention
 from roxxel_dist.model.attention.mask import HIDDEN, LANES, KernelName, Mask
-from roxxel_dist.model.attention.splash import splash_attention
+from roxxel_dist.model.attention.vendor_kernels import (
+    LARGEST_BLOCK,
+    LONGEST_BIAS,
+    blocks_of,
+    cudnn_attention,
+    splash_attention,
+)
 from roxxel_dist.model.config import AttentionKernel
 from roxxel_dist.model.layers import soft_cap
 from roxxel_dist.process.exit_codes import UserError

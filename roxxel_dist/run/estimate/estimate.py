@@ -25,11 +25,10 @@ from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.attention.kernels import score_bytes
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.split import count_by_module
-from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents
+from roxxel_dist.run.curriculum import saved_metadata
 from roxxel_dist.run.estimate.figures import EstimateRequest, PhaseEstimate, RunEstimate
-from roxxel_dist.run.estimate.inputs import for_target, open_components, plan_of, spans
-from roxxel_dist.run.estimate.problems import problem, target_problem
+from roxxel_dist.run.estimate.inputs import for_target, open_components, plan_of, problem, spans, target_problem
 from roxxel_dist.run.estimate.target_process import Report
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, on_target
 from roxxel_dist.run.report import read_runs

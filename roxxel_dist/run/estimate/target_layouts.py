@@ -24,11 +24,10 @@ from roxxel_dist.devices.targets import Target, hosts_of, parse_target
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.experts.exchange import ROOM
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents
+from roxxel_dist.run.curriculum import saved_metadata
 from roxxel_dist.run.estimate.figures import EstimateRequest
-from roxxel_dist.run.estimate.inputs import for_target, open_components, plan_of, spans
-from roxxel_dist.run.estimate.problems import checkpointing
+from roxxel_dist.run.estimate.inputs import checkpointing, for_target, open_components, plan_of, spans
 from roxxel_dist.run.estimate.step_costs import link_seconds
 from roxxel_dist.run.estimate.target_process import Report
 from roxxel_dist.run.estimate.target_steps import COMPILED_AT_ONCE, TargetCompiler, TargetStep, measure_step, rebuild

@@ -30,7 +30,7 @@ from roxxel_dist.run.estimate.step_costs import (
 )
 from roxxel_dist.run.estimate.target_process import Report
 from roxxel_dist.settings.config import Config
-from roxxel_dist.train.exact.calls import Key, key_of
+from roxxel_dist.train.exact.cost import Key, key_of
 from roxxel_dist.train.step.compile import Composite, StepMemory, mesh_of
 from roxxel_dist.train.steps import Kind, Steps
 from roxxel_dist.train.validation.evaluator import Validation

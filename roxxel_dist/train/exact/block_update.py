@@ -7,7 +7,7 @@ Norms are sums of squares of blocks, added in one order. Where the slices of dev
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,17 +15,36 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.block_programs import Inputs
 from roxxel_dist.train.exact.blocks import Selection
-from roxxel_dist.train.exact.gradient import Packed
+from roxxel_dist.train.exact.gradient import Model, Packed
 from roxxel_dist.train.exact.layout import Programs, ShardLayout
-from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams, Metrics
 
 StateLeaves = Sequence[Sequence[Any]]
 """The leaves of (parameters, the optimizer's state), by device of this process."""
+
+
+class Numbers(NamedTuple):
+    """What the update of each parameter takes beside its own arrays."""
+
+    weight: jax.Array
+    """float32[]: what the sums are divided by."""
+    norm: jax.Array
+    """float32[]: of the whole gradient."""
+    loss: jax.Array
+    """float32[]: what is minimized."""
+    step: jax.Array
+    """int32[]: steps done before."""
+    good: jax.Array
+    """int32[]: good steps, with this one."""
+    bad: jax.Array
+    """bool[]: whether the step is bad."""
+
+
+Inputs = Sequence[tuple[Numbers, Hparams]]
+"""(what updates take, the numbers among the inputs of a step), by device of this process."""
 
 
 def copies(tree: Any, devices: Sequence[Any]) -> list[Any]:

@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.block_update import BlockUpdate, Gather, copies
 from roxxel_dist.train.exact.blocks import Ownership, Shares
-from roxxel_dist.train.exact.gradient import Packed, pieces, unpack
+from roxxel_dist.train.exact.gradient import Model, Packed, pieces, unpack
 from roxxel_dist.train.exact.layout import SHARDS, DeviceStates, Programs, ShardLayout
-from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams, Metrics

@@ -16,11 +16,11 @@ from roxxel_dist.model.mlp import Balance
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.block_update import BlockUpdate, copies
 from roxxel_dist.train.exact.compiled_step import Exchange, Reduction, SumTree, add_sums
-from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
+from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms
 from roxxel_dist.train.exact.key_moves import ByShard, KeyMoves, UnevenKeyMoves
 from roxxel_dist.train.exact.layout import Programs, ShardLayout
 from roxxel_dist.train.exact.long_shapes import NUMBER, LongShapes, LongSums, piece_of
-from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, PiecePrograms
+from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, PiecePrograms
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from roxxel_dist.model.attention.cut_rows import RowCut
-from roxxel_dist.model.pieces import in_blocks
-from roxxel_dist.train.exact.block_compile import Totals
-from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
+from roxxel_dist.train.exact.block_programs import Totals
+from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms
 from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
-from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
+from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Piece, PiecePrograms, in_blocks
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
 

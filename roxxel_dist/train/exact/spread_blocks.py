@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.block_programs import Inputs
-from roxxel_dist.train.exact.block_update import BlockNumbers, along, copies
+from roxxel_dist.train.exact.block_update import BlockNumbers, Inputs, along, copies
 from roxxel_dist.train.exact.blocks import Ownership, Selection
 from roxxel_dist.train.exact.layout import SHARDS, Programs, ShardLayout
 from roxxel_dist.train.step.compile import Compile

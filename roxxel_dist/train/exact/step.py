@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.parameter_sharding import fsdp_axis
 from roxxel_dist.model.split import Leaves, ModuleSplit
-from roxxel_dist.train.exact.block_compile import Totals
+from roxxel_dist.train.exact.block_programs import Totals
 from roxxel_dist.train.exact.block_update import Gather, copies
 from roxxel_dist.train.exact.blocks import block_dimensions
 from roxxel_dist.train.exact.compiled_step import (
@@ -25,10 +25,9 @@ from roxxel_dist.train.exact.compiled_step import (
     RowCutter,
     RowStep,
 )
-from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
+from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms
 from roxxel_dist.train.exact.layout import Programs, ShardLayout, shapes_of
 from roxxel_dist.train.exact.long_rows import CompiledLongEvaluation, CompiledLongStep
-from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState, placed_state
 from roxxel_dist.train.step.step import BALANCE, Hparams
