@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
-from roxxel_dist.cluster.mesh import device_type, fit_sharding, one_device
+from roxxel_dist.cluster.mesh import device_type, fit_sharding
 from roxxel_dist.cluster.xla_flags import RUN_ONCE
 from roxxel_dist.layouts.layout import Layout, devices_of, everywhere
 from roxxel_dist.layouts.noise import counted_keys, drawn, forget, is_key, other_kinds, with_noise, wrap
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.exact.layout import DeviceStates
-from roxxel_dist.train.step.compile import Composite, mesh_of
+from roxxel_dist.train.step.compile import Compiler, abstract
 from roxxel_dist.train.step.optimizer import FixedOptimizer
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import SPIKE_FACTOR, LossFn
@@ -144,11 +144,10 @@ class StepProgram:
             wide: in float64, which must be enabled.
         """
         dtype, placed = jnp.float64 if wide else jnp.float32, _placed_batch(layout, batch)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed)
         with devices_of(layout.mesh):
             steps = _steps(model, loss_fn, layout, dtype)
             state, hparams = _as_given(steps.state, layout, weights, wide=wide)
-            program = compile_step(steps.train, (state, hparams, shapes), layout.mesh)
+            program = compile_step(steps.train, (state, hparams, abstract(placed)), layout.mesh)
         return cls(layout, state, hparams, placed, program, weights)
 
     @property
@@ -245,19 +244,7 @@ class Compiling:
 
 def compile_step(jitted: Any, args: tuple[Any, ...], mesh: Mesh) -> Any:
     """The program of a jitted step, or of one that has parts, for such abstract arguments."""
-
-    def for_each(jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
-        programs: list[Any] = []
-        for device in devices:
-            place = SingleDeviceSharding(device)
-            own = jax.tree.map(lambda leaf, at=place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), args)
-            programs.append(Compiling(jitted, own, one_device(mesh, device)))
-        return programs
-
-    if isinstance(jitted, Composite):
-        with jax.set_mesh(one_device(mesh)):
-            return jitted.compile(Compiling, for_each, *args)
-    return Compiling(jitted, args, mesh_of(args[-1], mesh))
+    return Compiler.by_device(Compiling, mesh).step(jitted, args, mesh)
 
 
 def _outcome(state: TrainState, metrics: Any, weights: Weights) -> Outcome:

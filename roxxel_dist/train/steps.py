@@ -25,9 +25,9 @@ from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.exact.cost import Key, ShardedMemory, count_calls, key_of, simulated_mesh
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import ShardLayout, placed_as, rows_sharding, shapes_of
+from roxxel_dist.train.exact.layout import ShardLayout, placed_as, rows_like, rows_sharding, shapes_of
 from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, exact_places
-from roxxel_dist.train.step.compile import AotCompiler, Compile, CompileForEach, StepMemory, batch_key, mesh_of
+from roxxel_dist.train.step.compile import AotCompiler, Compiler, StepMemory, batch_key, mesh_of
 from roxxel_dist.train.step.local_sums import accumulation
 from roxxel_dist.train.step.optimizer import InitialState, Optimizer
 from roxxel_dist.train.step.state import StateBuilder, TrainState
@@ -227,16 +227,16 @@ class Steps:
         return self
 
     def count_calls(
-        self, kind: Kind, batch: Any, compile_one: Compile, for_each: CompileForEach, simulated: "Steps"
+        self, kind: Kind, batch: Any, compiler: Compiler, simulated: "Steps"
     ) -> tuple[Counter[Key], dict[Key, Any]]:
         """(how often a device runs each program of a step for such a batch, the programs); each is compiled once.
 
         Of devices that do not run as many, the one that runs most.
         """
-        del for_each, simulated
+        del simulated
         step, args = self.program(kind), self.args(kind, batch)
         key = key_of(step, args)
-        return Counter({key: 1}), {key: compile_one(step, args, mesh_of(args[-1], self.mesh) or self.mesh)}
+        return Counter({key: 1}), {key: compiler.step(step, args, self.mesh)}
 
     def try_loss(self, batch: Any) -> None:
         """Trace the loss once, without computing it. What the model or the loss function raises passes."""
@@ -327,21 +327,21 @@ class ShardedSteps(Steps):
         return make(simulated_mesh(self.mesh))
 
     def count_calls(
-        self, kind: Kind, batch: Any, compile_one: Compile, for_each: CompileForEach, simulated: Steps
+        self, kind: Kind, batch: Any, compiler: Compiler, simulated: Steps
     ) -> tuple[Counter[Key], dict[Key, Any]]:
         """As of `Steps`."""
         programs, args, line = dict[Key, Any](), self.args(kind, batch), self.layout.line
 
         def one(jitted: Any, args: Any, mesh: Mesh) -> Any:
-            return programs.setdefault(key_of(jitted, args), compile_one(jitted, args, mesh))
+            return programs.setdefault(key_of(jitted, args), compiler.one(jitted, args, mesh))
 
         def each(jitted: Any, args: Any, devices: Any) -> list[Any]:
-            found = for_each(jitted, args, devices)
+            found = compiler.each(jitted, args, devices)
             programs.setdefault(key_of(jitted, args), found[0])
             return found
 
         with jax.set_mesh(one_device(self.mesh, self.mesh.devices.flat[0])):
-            self.program(kind).compile(one, each, *args)
+            self.program(kind).compile(Compiler(one, each), *args)
         most = max(line.devices.flat, key=lambda device: len(self.layout.shards_of(device)))
         number = list(line.devices.flat).index(most)
         return count_calls(simulated.program(kind), number, programs, args), programs
@@ -351,9 +351,7 @@ class ShardedSteps(Steps):
 
         Its rows are whole: models of the user's own have no others.
         """
-        rows = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // self.layout.count, *leaf.shape[1:]), leaf.dtype), batch
-        )
+        rows = rows_like(batch, jax.tree.leaves(batch)[0].shape[0] // self.layout.count)
         args = *shapes_of((self.state.params, self.state.rest, self.hparams)), rows
         with jax.set_mesh(_first_device(self.mesh)):
             jax.eval_shape(self.programs.sums, *args, jax.ShapeDtypeStruct((), jnp.int32))

@@ -93,7 +93,7 @@ def test_a_device_has_little_more_than_its_part_of_the_state(optimizer, devices,
     assert groups or compiler.given["gather_slices"] == {len(params)}, "no moments are gathered"
 
     own = RowSums.of_step(step.programs, step.layout, like, hparams, batch)
-    peaks = step_peaks(own.totals, own.packed, like, hparams, compiler.temporaries["packed_sums"])
+    peaks = step_peaks(own.update, own.packed, like, hparams, compiler.temporaries["packed_sums"])
     names = {"gradient": {"packed_sums"}, "exchange": {"arrange_sums", "add_rest"}}
     names["update"] = compiler.alive.keys() - {"gather_slices", *names["gradient"], *names["exchange"]}
     for part, programs in names.items():

@@ -33,7 +33,6 @@ from roxxel_dist.train.exact.blocks import (
     Ownership,
     Parts,
     Selection,
-    Shares,
     compile_across,
     gather_blocks,
 )
@@ -41,9 +40,9 @@ from roxxel_dist.train.exact.compiled_step import Exchange
 from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms, Sums
 from roxxel_dist.train.exact.layout import Programs, ShardLayout, shapes_of
 from roxxel_dist.train.exact.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
-from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_average, update_average
+from roxxel_dist.train.step.average import inner_state, with_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
-from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.compile import Compiler
 from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import EMA, SPIKE_FACTOR, Hparams, Loss, Metrics, divisor
@@ -60,11 +59,14 @@ class Rest(NamedTuple):
     health: LossMonitorState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockPrograms:
-    """The functions of one device, to be jitted."""
+    """How the packed sums of all shards become an update: the functions of one device, to be jitted."""
 
     programs: ShardPrograms
+    layout: ShardLayout
+    optimizer: Optimizer
+    """For the model."""
     sums: BlockSums
     join: Join
     weight: Callable[[Any], jax.Array]
@@ -72,10 +74,28 @@ class BlockPrograms:
     batch: Any
     """Its shapes."""
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """For the model."""
-        return for_model(self.programs.optimizer, self.programs.split.params.matrices)
+    @classmethod
+    def of_params(cls, programs: ShardPrograms, params: Leaves, like: Any, **rest: Any) -> "BlockPrograms":
+        """The functions for (abstract) parameters, and a tree of sums such as `like`."""
+        optimizer = for_model(programs.optimizer, programs.split.params.matrices)
+        blocks = Blocks.of_model(programs.split, params, optimizer, programs.shards)
+        sums = BlockSums(blocks, shapes_of(params), like)
+        return cls(programs=programs, optimizer=optimizer, sums=sums, **rest)
+
+    def ownership(self, state: TrainState) -> Ownership:
+        """The blocks that each device has of such an (abstract) state, with shardings."""
+        alike = Selection.of_names(state, self.sums.blocks.groups[0])
+        leaves = list(zip(alike.names_of_own, alike.leaves(state)[0], strict=True))
+        return Ownership.of_blocks(self.layout, self.sums.blocks, leaves)
+
+    def compile_update(
+        self, packed: Packed, state: TrainState, hparams: Hparams, counts: Leaves, compiler: Compiler
+    ) -> tuple[Exchange, BlockUpdate]:
+        """What gives devices the totals of such packed sums, and the update from those, for such (abstract) arguments,
+        with shardings."""
+        owner, layout = self.ownership(state), self.layout
+        exchange = Exchange.compile_exchange(layout, self.sums.like, packed, compiler, owner, self.sums.names)
+        return exchange, BlockCompiler(self, owner, state, hparams, compiler).compile_update(exchange.kept, counts)
 
     def weight_of(self, packed: Packed) -> jax.Array:
         """float32[]: what the sums of all shards are divided by."""
@@ -139,11 +159,7 @@ class BlockPrograms:
         rule = self.optimizer.build(self.optimizer.for_batch(hparams, self.batch), numbers.step, numbers.norm)
         changes, inner = updates_of(rule, grads, inner_state(opt_state), params, numbers.loss)
         after: Any = optax.apply_updates(params, changes)
-        if isinstance(opt_state, Averaged):
-            average = schedule_free_average(inner, after)
-            if average is None:
-                average = update_average(opt_state.average, after, hparams[EMA], numbers.good)
-            inner = Averaged(inner, average)
+        inner = with_average(opt_state, inner, after, hparams.get(EMA), numbers.good)
         leaves = jax.tree.leaves((after, inner))
         if self.programs.skip_bad:
             leaves = [
@@ -166,53 +182,6 @@ def with_update_norm(metrics: Metrics, squares: list[jax.Array]) -> Metrics:
     return metrics._replace(scalars={**metrics.scalars, "update_norm": jnp.sqrt(total)})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """How the sums of all shards are packed, and become an update."""
-
-    programs: ShardPrograms
-    layout: ShardLayout
-    like: Any
-    """The tree of sums, as shapes."""
-    join: Join
-    weight: Callable[[Any], jax.Array]
-    """Of the sums."""
-    batch: Any
-    """Its shapes."""
-    blocks: BlockSums
-    """How they are packed for an update by blocks."""
-
-    @classmethod
-    def of_params(cls, programs: ShardPrograms, params: Leaves, like: Any, **rest: Any) -> "Totals":
-        """For (abstract) parameters and sums."""
-        optimizer = for_model(programs.optimizer, programs.split.params.matrices)
-        blocks = Blocks.of_model(programs.split, params, optimizer, programs.shards)
-        return cls(programs=programs, like=like, blocks=BlockSums(blocks, shapes_of(params), like), **rest)
-
-    def pack(self, sums: Any) -> Packed:
-        """Sums of a shard as they are added up."""
-        return self.blocks.pack(sums)
-
-    def ownership(self, blocks: Blocks, state: TrainState) -> Ownership:
-        """Of blocks of such an (abstract) state, with shardings."""
-        alike = Selection.of_names(state, blocks.groups[0])
-        leaves = list(zip(alike.names_of_own, alike.leaves(state)[0], strict=True))
-        return Ownership.of_blocks(self.layout, blocks, leaves)
-
-    def compile_update(
-        self, packed: Packed, state: TrainState, hparams: Hparams, counts: Leaves, compile_one: Compile,
-        for_each: CompileForEach,
-    ) -> tuple[Exchange, BlockUpdate]:  # fmt: skip
-        """What gives devices the totals of such packed sums, and the update from those, for such (abstract) arguments,
-        with shardings."""
-        owner = self.ownership(self.blocks.blocks, state)
-        shares = Shares(owner, frozenset(self.blocks.names))
-        exchange = Exchange.compile_exchange(self.layout, self.like, packed, compile_one, for_each, shares)
-        of_blocks = BlockPrograms(self.programs, self.blocks, self.join, self.weight, self.batch)
-        compiler = BlockCompiler(of_blocks, owner, state, hparams, compile_one, for_each)
-        return exchange, compiler.compile_update(exchange.kept, counts)
-
-
 @dataclass(frozen=True)
 class BlockCompiler:
     """Makes a `BlockUpdate` for abstract arguments, with shardings."""
@@ -221,8 +190,7 @@ class BlockCompiler:
     ownership: Ownership
     state: TrainState
     hparams: Hparams
-    compile_one: Compile
-    for_each: CompileForEach
+    compiler: Compiler
 
     @property
     def layout(self) -> ShardLayout:
@@ -257,13 +225,13 @@ class BlockCompiler:
             numbers=self.each(programs.numbers, *args),
             blocks=blocks,
             groups=[*large, self._small_group(small, inputs)],
-            cut_rest=Cut.compile_cut(layout, self.state.rest, self.for_each),
-            norm=self.for_each(jax.jit(with_update_norm), (metrics, changes), layout.devices[:1])[0],
+            cut_rest=Cut.compile_cut(layout, self.state.rest, self.compiler),
+            norm=self.compiler.each(jax.jit(with_update_norm), (metrics, changes), layout.devices[:1])[0],
         )
 
     def each(self, function: Any, *args: Any, donate: tuple[int, ...] = ()) -> Programs:
         """A function of one device, on each of this process."""
-        return self.for_each(jax.jit(function, donate_argnums=donate), shapes_of(args), self.layout.devices)
+        return self.compiler.each(jax.jit(function, donate_argnums=donate), shapes_of(args), self.layout.devices)
 
     def _flat(self, share: Any, blocks: int) -> Any:
         """Of so many blocks, of the shape of a device's share."""
@@ -294,23 +262,23 @@ class BlockCompiler:
 
         one = jax.ShapeDtypeStruct((1,), np.float32)
         here = zip(self.ownership.on_this_process(ranges), layout.devices, strict=True)
-        stack = [self.for_each(jax.jit(stack_numbers), ([one] * len(own),), [device])[0] for own, device in here]
+        stack = [self.compiler.each(jax.jit(stack_numbers), ([one] * len(own),), [device])[0] for own, device in here]
         if (size := layout.line.size) == 1:
             return BlockNumbers(layout, stack, None)
-        return BlockNumbers(layout, stack, compile_across(layout, gather_numbers, (size, most), self.compile_one))
+        return BlockNumbers(layout, stack, compile_across(layout, gather_numbers, (size, most), self.compiler))
 
     def _split(self, shares: Packed, rest: Packed, count: int, device: Any) -> Any:
         def open_shares(shares: Packed, rest: Packed) -> Any:
             return in_blocks(shares, count, self.ownership.most), self.programs.weight_of(rest)
 
-        return self.for_each(jax.jit(open_shares), (shares, rest), [device])[0]
+        return self.compiler.each(jax.jit(open_shares), (shares, rest), [device])[0]
 
     def _gathers(self, function: Any, chunks: Sequence[Any]) -> Sequence[Any]:
         if (size := self.layout.line.size) == 1:
             return ()
         shapes = [(size, share.shape[1]) for share in chunks]
         programs = {
-            shape: compile_across(self.layout, function, shape, self.compile_one) for shape in dict.fromkeys(shapes)
+            shape: compile_across(self.layout, function, shape, self.compiler) for shape in dict.fromkeys(shapes)
         }
         return [programs[shape] for shape in shapes]
 
@@ -326,8 +294,8 @@ class BlockCompiler:
         return Arrays(
             selection=selection,
             like=like,
-            gather=Gather.compile_gather(self.layout, gathered, self.compile_one),
-            cut=Cut.compile_cut(self.layout, like, self.for_each),
+            gather=Gather.compile_gather(self.layout, gathered, self.compiler),
+            cut=Cut.compile_cut(self.layout, like, self.compiler),
         )
 
     def _group(self, number: int, chunks: Sequence[Any], inputs: Any) -> Group:
@@ -375,8 +343,8 @@ class BlockCompiler:
             return SpreadGroup(
                 selection=selection,
                 params=params,
-                arrays=SpreadArrays.compile_spread(self.layout, like, cuts, owner.count, self.compile_one),
-                gradients=fetch_gradients(owner, chunks, self.compile_one),
+                arrays=SpreadArrays.compile_spread(self.layout, like, cuts, owner.count, self.compiler),
+                gradients=fetch_gradients(owner, chunks, self.compiler),
                 update=update,
                 squares=squares,
                 count=owner.count,

@@ -18,7 +18,7 @@ from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.blocks import Selection
 from roxxel_dist.train.exact.gradient import Model, Packed
 from roxxel_dist.train.exact.layout import Programs, ShardLayout
-from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.compile import Compiler
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams, Metrics
 
@@ -91,7 +91,7 @@ class Gather:
     """None where no leaf is cut."""
 
     @classmethod
-    def compile_gather(cls, layout: ShardLayout, like: Any, compile_one: Compile) -> "Gather":
+    def compile_gather(cls, layout: ShardLayout, like: Any, compiler: Compiler) -> "Gather":
         """For trees such as `like`."""
         leaves = jax.tree.leaves(like)
 
@@ -101,7 +101,7 @@ class Gather:
         if not (cut := [leaf for leaf in leaves if is_cut(leaf)]):
             return cls(layout, leaves, None)
         whole = jax.jit(gather_slices, out_shardings=NamedSharding(layout.mesh, P()))
-        return cls(layout, leaves, compile_one(whole, (cut,), layout.mesh))
+        return cls(layout, leaves, compiler.one(whole, (cut,), layout.mesh))
 
     def run(self, parts: list[Any]) -> list[Any]:
         """By device of this process."""
@@ -133,12 +133,12 @@ class Cut:
     """Empty where no leaf is cut."""
 
     @classmethod
-    def compile_cut(cls, layout: ShardLayout, like: Any, for_each: CompileForEach) -> "Cut":
+    def compile_cut(cls, layout: ShardLayout, like: Any, compiler: Compiler) -> "Cut":
         """For trees such as `like`."""
         leaves = jax.tree.leaves(like)
         if not (cut := [leaf for leaf in leaves if is_cut(leaf)]):
             return cls(leaves, ())
-        return cls(leaves, [for_each(_taking(cut, device), (cut,), [device])[0] for device in layout.devices])
+        return cls(leaves, [compiler.each(_taking(cut, device), (cut,), [device])[0] for device in layout.devices])
 
     def run(self, wholes: list[Any]) -> list[Any]:
         """By device of this process."""

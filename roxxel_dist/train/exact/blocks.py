@@ -21,7 +21,7 @@ from roxxel_dist.cluster.parameter_sharding import parameter_sharding
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.exact.gradient import TILE, Packed, pack, unpack, wide
 from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
-from roxxel_dist.train.step.compile import Compile
+from roxxel_dist.train.step.compile import Compiler
 from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, is_elementwise
 from roxxel_dist.train.step.state import TrainState
 
@@ -335,17 +335,8 @@ def gather_blocks(
     return _rows_in_order(every, [places[block] for block in wanted])
 
 
-def compile_across(layout: ShardLayout, function: Any, shape: tuple[int, ...], compile_one: Compile) -> Any:
+def compile_across(layout: ShardLayout, function: Any, shape: tuple[int, ...], compiler: Compiler) -> Any:
     """The program of a function of what lies on each device of a float32 array of such a shape, [devices, …]."""
     spec = P(SHARDS)
     mapped = jax.shard_map(function, mesh=layout.line, in_specs=spec, out_specs=spec, check_vma=False)
-    return compile_one(jax.jit(mapped), (jax.ShapeDtypeStruct(shape, np.float32, sharding=layout.cut),), layout.line)
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Packed sums of which a device gets its share alone."""
-
-    ownership: Ownership
-    names: frozenset[str]
-    """Of the chunks among packed sums."""
+    return compiler.one(jax.jit(mapped), (jax.ShapeDtypeStruct(shape, np.float32, sharding=layout.cut),), layout.line)

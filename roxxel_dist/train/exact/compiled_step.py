@@ -6,7 +6,7 @@ rest of the tree. Then all get all parts from their owners, but for the gradient
 `Ownership`). The tree is that of the shards, so a sum is the same to the bit on any number of devices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.block_update import BlockUpdate, Gather, copies
-from roxxel_dist.train.exact.blocks import Ownership, Shares
+from roxxel_dist.train.exact.blocks import Ownership
 from roxxel_dist.train.exact.gradient import Model, Packed, pieces, unpack
-from roxxel_dist.train.exact.layout import SHARDS, DeviceStates, Programs, ShardLayout
-from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.exact.layout import SHARDS, DeviceStates, Programs, ShardLayout, rows_like
+from roxxel_dist.train.step.compile import Compiler
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams, Metrics
 
@@ -84,19 +84,17 @@ class RowCutter:
     """Empty where each device has one."""
 
     @classmethod
-    def compile_cutter(cls, layout: ShardLayout, batch: Any, for_each: CompileForEach) -> "tuple[RowCutter, Any]":
+    def compile_cutter(cls, layout: ShardLayout, batch: Any, compiler: Compiler) -> "tuple[RowCutter, Any]":
         """For such (abstract) batches; and the rows of a shard, as `jax.ShapeDtypeStruct`s."""
-
-        def part(rows: int) -> Any:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, leaf.shape[1]), leaf.dtype), batch)
-
         rows, cut = jax.tree.leaves(batch)[0].shape[0], ()
         if not layout.is_even:
-            args = part(rows), jax.ShapeDtypeStruct((), np.int32)
-            cut = for_each(jax.jit(rows_of_shard(rows // layout.count)), args, layout.devices)
+            args = rows_like(batch, rows), jax.ShapeDtypeStruct((), np.int32)
+            cut = compiler.each(jax.jit(rows_of_shard(rows // layout.count)), args, layout.devices)
         elif layout.most > 1:
-            cut = for_each(jax.jit(cutter(layout.most)), (part(rows // layout.line.size),), layout.devices)
-        return cls(layout, cut), part(rows // layout.count)
+            cut = compiler.each(
+                jax.jit(cutter(layout.most)), (rows_like(batch, rows // layout.line.size),), layout.devices
+            )
+        return cls(layout, cut), rows_like(batch, rows // layout.count)
 
     def run(self, batch: Any) -> list[Sequence[Any]]:
         """The rows of each shard, by device of this process."""
@@ -217,22 +215,23 @@ class Exchange:
         layout: ShardLayout,
         like: Any,
         packed: Packed,
-        compile_one: Compile,
-        for_each: CompileForEach,
-        shares: Shares | None = None,
+        compiler: Compiler,
+        owner: Ownership | None = None,
+        chunks: Collection[str] = (),
     ) -> "Exchange":
-        """For packed sums such as `packed`, of trees such as `like`."""
+        """The exchange of sums such as `packed`, of trees such as `like`.
+
+        Of the `chunks` among them a device gets its share alone, as an `owner` of blocks.
+        """
         if layout.line.size == 1:
             return cls(layout, like, (), packed)
-        chunks = [] if shares is None else [[name] for name in sorted(shares.names)]
-        others = [name for name in packed if shares is None or name not in shares.names]
+        others = [name for name in packed if name not in chunks]
         steps, known = list[Sent](), dict[Any, Sent]()
-        for names in [*chunks, others]:
+        for names in [*([name] for name in sorted(chunks)), others]:
             own = {str(i): packed[name] for i, name in enumerate(names)}
             kind = names != others, *(leaf.shape for leaf in own.values())
             if kind not in known:
-                owner = shares.ownership if shares is not None and names != others else None
-                known[kind] = Sent.compile_sending(layout, names, own, owner, compile_one, for_each)
+                known[kind] = Sent.compile_sending(layout, names, own, owner if names != others else None, compiler)
             steps.append(replace(known[kind], names=names))
         kept = {name: step.kept[str(i)] for step in steps for i, name in enumerate(step.names)}
         return cls(layout, like, steps, kept)
@@ -271,8 +270,7 @@ class Sent:
         names: Sequence[str],
         packed: Packed,
         owner: Ownership | None,
-        compile_one: Compile,
-        for_each: CompileForEach,
+        compiler: Compiler,
     ) -> "Sent":
         """For such packed sums, of which a device gets all, or its share as an `owner` of blocks."""
         parts = [subtrees(layout.shards_of(device)) for device in layout.line.devices.flat]
@@ -292,7 +290,7 @@ class Sent:
             return {name: _added(piece[0], parts, layout, owner is not None)[None] for name, piece in own.items()}
 
         arrange = [
-            for_each(jax.jit(arrange_sums), ([packed] * len(subtrees(layout.shards_of(device))),), [device])[0]
+            compiler.each(jax.jit(arrange_sums), ([packed] * len(subtrees(layout.shards_of(device))),), [device])[0]
             for device in layout.devices
         ]
         own = jax.eval_shape(arrange_sums, [packed])
@@ -305,7 +303,7 @@ class Sent:
             for name, leaf in own.items()
         }
         send = jax.shard_map(add_rest, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False)
-        return cls(layout, names, arrange, compile_one(jax.jit(send), (whole,), layout.line), kept)
+        return cls(layout, names, arrange, compiler.one(jax.jit(send), (whole,), layout.line), kept)
 
     def run(self, sums: list[list[Packed]]) -> list[Packed]:
         """These totals, by device of this process, of the sums of its subtrees, which are given back."""
@@ -345,12 +343,12 @@ class Reduction:
 
     @classmethod
     def compile_reduction(
-        cls, layout: ShardLayout, packed: Packed, exchange: Exchange, for_each: CompileForEach
+        cls, layout: ShardLayout, packed: Packed, exchange: Exchange, compiler: Compiler
     ) -> "Reduction":
         """For packed sums such as `packed`."""
         add: Programs = ()
         if layout.most > 1:
-            add = for_each(jax.jit(add_sums, donate_argnums=0), (packed, packed), layout.devices)
+            add = compiler.each(jax.jit(add_sums, donate_argnums=0), (packed, packed), layout.devices)
         return cls(layout, add, exchange)
 
     def run(self, sums: Callable[[int, int], Packed]) -> list[Packed]:

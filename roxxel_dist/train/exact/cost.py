@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from roxxel_dist.cluster.mesh import one_device
-from roxxel_dist.train.exact.block_programs import Totals
+from roxxel_dist.train.exact.block_programs import BlockPrograms
 from roxxel_dist.train.exact.block_update import is_cut
 from roxxel_dist.train.exact.blocks import Selection
 from roxxel_dist.train.exact.compiled_step import SumTree, subtrees
@@ -23,7 +23,7 @@ from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
 from roxxel_dist.train.exact.long_shapes import LongSums
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST
 from roxxel_dist.train.exact.step import RowSums, ShardedEvaluation, ShardedStep
-from roxxel_dist.train.step.compile import Compile, CompileForEach, StepMemory
+from roxxel_dist.train.step.compile import Compiler, StepMemory
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
 from roxxel_dist.train.step.throughput import device_bytes
@@ -65,11 +65,11 @@ class ShardedMemory:
             (jax.jit(self.sums.join), self.sums.args),
         ]
 
-    def compile(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> StepMemory:
+    def compile(self, compiler: Compiler, *args: Any) -> StepMemory:
         """`Composite.compile`, but of these programs alone, on one device: they are measured, and not called."""
-        del compile_one, args
-        device = [self.sums.totals.layout.line.devices.flat[0]]
-        return self.with_programs({each[0].__name__: for_each(*each, device)[0] for each in self.jitted})
+        del args
+        device = [self.sums.update.layout.line.devices.flat[0]]
+        return self.with_programs({each[0].__name__: compiler.each(*each, device)[0] for each in self.jitted})
 
     def with_programs(self, programs: Mapping[str, Any]) -> StepMemory:
         """The memory of one device; `programs`: by the name of what was compiled, those of `jitted` among them."""
@@ -79,7 +79,7 @@ class ShardedMemory:
             peaks = long_peaks(self.sums, self.state, self.hparams, temporaries)
         else:
             (of_sums,) = temporaries.values()
-            peaks = step_peaks(self.sums.totals, self.sums.packed, self.state, self.hparams, of_sums)
+            peaks = step_peaks(self.sums.update, self.sums.packed, self.state, self.hparams, of_sums)
         return StepMemory.of_parts(
             arguments=device_bytes((self.state, self.hparams, self.batch)),
             temporaries=peaks.most,
@@ -105,13 +105,15 @@ class StepPeaks:
         return max(self.gradient, self.exchange, self.update)
 
 
-def step_peaks(totals: Totals, packed: Packed, state: TrainState, hparams: Hparams, temporaries: int) -> StepPeaks:
+def step_peaks(
+    programs: BlockPrograms, packed: Packed, state: TrainState, hparams: Hparams, temporaries: int
+) -> StepPeaks:
     """For (abstract) sums of a shard, and arguments with shardings; its program takes so many bytes beside these."""
-    layout, sums = totals.layout, whole_bytes(packed)
+    layout, sums = programs.layout, whole_bytes(packed)
     model = gathered_bytes((state.params, state.rest, hparams))
     shards = [layout.shards_of(device) for device in layout.line.devices.flat]
     trees = max(len(subtrees(own)) for own in shards)
-    kept, update = _update_bytes(totals, packed, state)
+    kept, update = _update_bytes(programs, packed, state)
     chunks = [whole_bytes(each) for each in packed.values()]
     # All as they are, and of one chunk a copy, its pieces, and what arrives.
     sent = 0 if layout.line.size == 1 else trees * (sums + 2 * max(chunks))
@@ -124,29 +126,26 @@ def step_peaks(totals: Totals, packed: Packed, state: TrainState, hparams: Hpara
 
 def long_peaks(own: LongSums, state: TrainState, hparams: Hparams, temporaries: Mapping[str, int]) -> StepPeaks:
     """As `step_peaks` where virtual shards cut rows; `temporaries` are those of its programs by name."""
-    shapes, layout, uses = (
-        own.shapes,
-        own.totals.layout,
-        {use: whole_bytes(sums) for use, sums in own.shapes.sums.items()},
-    )
-    peaks = step_peaks(own.totals, own.packed, state, hparams, 0)
+    shapes, layout, kept = own.shapes, own.update.layout, own.shapes.kept
+    uses = {use: whole_bytes(sums) for use, sums in shapes.sums.items()}
+    peaks = step_peaks(own.update, own.packed, state, hparams, 0)
     model = gathered_bytes((state.params, state.rest, hparams))
     shards = [layout.shards_of(device) for device in layout.line.devices.flat]
     trees, held, most = max(len(subtrees(each)) for each in shards), max(map(_held, shards)), layout.most
     depth, cut = shapes.programs.layers, shapes.programs.cut
-    kept = most * whole_bytes(shapes.residuals)
+    of_block = most * whole_bytes(kept)
     # Keys and values of the rows of a device, and of one row the sums of their gradients.
     rows = whole_bytes(shapes.kv) * (max(1, most // cut.parts) if layout.is_even else 2 * layout.count // cut.parts)
     sums = sum(math.prod(leaf.shape) * 4 for leaf in shapes.kv)
     of_layer, top = trees * (uses[BEFORE] + uses[AFTER]), trees * uses[LAST]
     inputs = most * whole_bytes((shapes.piece, shapes.segments))
-    gradients = most * (2 * whole_bytes(shapes.x) + whole_bytes((shapes.q, shapes.normed)))
+    gradients = most * (2 * whole_bytes(kept.x) + whole_bytes((kept.q, kept.normed)))
     attention = rows + (held + 2) * sums + gradients + (held + 1) * uses[AFTER] + temporaries["after_back"]
     projections = sums + gradients + (held + 1) * uses[BEFORE] + temporaries["before_back"]
     losses = gradients + (held + 1) * uses[LAST] + temporaries["losses_back"]
     # The backward pass begins with all that the forward pass kept, and ends with the gradients of all layers.
-    begins = depth * kept + max(losses, top + max(attention, projections))
-    ends = kept + top + depth * of_layer + max(attention, projections)
+    begins = depth * of_block + max(losses, top + max(attention, projections))
+    ends = of_block + top + depth * of_layer + max(attention, projections)
     joins = top + depth * of_layer + trees * (uses[FIRST] + whole_bytes(own.packed)) + temporaries["join_sums"]
     return replace(peaks, gradient=model + inputs + max(begins, ends, joins))
 
@@ -170,11 +169,11 @@ def _held(shards: range) -> int:
     return most
 
 
-def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[float, float]:
+def _update_bytes(programs: BlockPrograms, packed: Packed, state: TrainState) -> tuple[float, float]:
     """(the totals that a device gets, the most that an update takes beside them and the gathered parameters)."""
-    blocks = totals.blocks.blocks
-    sizes = [whole_bytes([packed[name] for name in group]) for group in totals.blocks.chunks]
-    owner = totals.ownership(blocks, state)
+    blocks = programs.sums.blocks
+    sizes = [whole_bytes([packed[name] for name in group]) for group in programs.sums.chunks]
+    owner = programs.ownership(state)
     share = sum(sizes) * owner.most / owner.count
     first, *others = (
         (gathered_bytes(_moments(state, names)), size) for names, size in zip(blocks.groups, sizes, strict=True)
@@ -235,7 +234,7 @@ def count_calls(
     args = jax.tree.map(placed, args)
     counted = CountedPrograms(programs, mesh, step.layout.line.devices.flat[number])
     with jax.set_mesh(one_device(mesh)):
-        program = step.compile(counted.one, counted.each, *args)
+        program = step.compile(Compiler(counted.one, counted.each), *args)
     program(*jax.tree.map(lambda leaf: zeros(leaf, leaf.sharding), args))
     return counted.calls
 
@@ -254,13 +253,13 @@ class CountedPrograms:
         self.calls: Counter[Key] = Counter()
 
     def one(self, jitted: Any, args: Sequence[Any], mesh: Mesh) -> Any:
-        """`Compile`."""
+        """`Compiler.one`."""
         key = key_of(jitted, args)
         places = [NamedSharding(mesh, place.spec) for place in jax.tree.leaves(self._programs[key].output_shardings)]
         return self._called(key, mesh, jitted, args, places)
 
     def each(self, jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
-        """`CompileForEach`."""
+        """`Compiler.each`."""
         key = key_of(jitted, args)
         return [
             self._called(key, one_device(self._mesh, device), jitted, args, SingleDeviceSharding(device))

@@ -15,7 +15,7 @@ from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.train.exact.block_update import along, copies
 from roxxel_dist.train.exact.compiled_step import SumTree, add_sums, subtrees, total_of
 from roxxel_dist.train.exact.layout import SHARDS, Programs, ShardLayout
-from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.compile import Compiler
 
 ROWS, PIECES = "rows", "pieces"
 """The axes of the devices: groups, and those of a group, which have shards of the same row."""
@@ -40,9 +40,7 @@ class KeyMoves:
     mesh: Mesh
 
     @classmethod
-    def compile_moves(
-        cls, layout: ShardLayout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
-    ) -> "KeyMoves":
+    def compile_moves(cls, layout: ShardLayout, cut: RowCut, like: Any, compiler: Compiler) -> "KeyMoves":
         """For (keys, values) of a shard such as `like`."""
         here = min(layout.most, cut.parts)
         share, devices, order = cut.parts // here, layout.devices, np.argsort(cut.places)
@@ -78,18 +76,18 @@ class KeyMoves:
             cut_over = NamedSharding(mesh, spec)
             whole = sized(cut.row_blocks // share * size, sharding=cut_over)
             mapped = jax.shard_map(gather_keys, mesh=mesh, in_specs=spec, out_specs=P(ROWS), check_vma=False)
-            gather = compile_one(jax.jit(mapped), (whole,), mesh)
+            gather = compiler.one(jax.jit(mapped), (whole,), mesh)
             whole = sized(cut.row_blocks * size, jnp.float32, sharding=cut_over)
             mapped = jax.shard_map(scatter_sums, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-            scatter = compile_one(jax.jit(mapped), (whole,), mesh)
+            scatter = compiler.one(jax.jit(mapped), (whole,), mesh)
         return cls(
             layout=layout,
             here=here,
-            join=for_each(jax.jit(join_keys), ([like] * here,), devices),
+            join=compiler.each(jax.jit(join_keys), ([like] * here,), devices),
             gather=gather,
-            add=for_each(jax.jit(add_sums, donate_argnums=0), (sums, sums), devices) if here > 1 else (),
+            add=compiler.each(jax.jit(add_sums, donate_argnums=0), (sums, sums), devices) if here > 1 else (),
             scatter=scatter,
-            split=for_each(jax.jit(split_sums), (sized(cut.row_blocks // share, jnp.float32),), devices),
+            split=compiler.each(jax.jit(split_sums), (sized(cut.row_blocks // share, jnp.float32),), devices),
             mesh=mesh,
         )
 
@@ -189,9 +187,7 @@ class UnevenKeyMoves:
     """Adds the rest of the tree for each shard of a device."""
 
     @classmethod
-    def compile_moves(
-        cls, layout: ShardLayout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
-    ) -> "UnevenKeyMoves":
+    def compile_moves(cls, layout: ShardLayout, cut: RowCut, like: Any, compiler: Compiler) -> "UnevenKeyMoves":
         """For (keys, values) of a shard such as `like`."""
         size, most, devices = layout.line.size, layout.most, layout.devices
         owned = [layout.shards_of(device) for device in layout.line.devices.flat]
@@ -265,7 +261,7 @@ class UnevenKeyMoves:
             """A program that differs by device, with its arguments, by the number of the device."""
             numbers = [list(layout.line.devices.flat).index(device) for device in devices]
             return [
-                for_each(jax.jit(function(number)), args(number), [device])[0]
+                compiler.each(jax.jit(function(number)), args(number), [device])[0]
                 for number, device in zip(numbers, devices, strict=True)
             ]
 
@@ -279,11 +275,11 @@ class UnevenKeyMoves:
             layout=layout,
             shards=cut.parts,
             stack=for_own(lambda _: stack_keys, lambda i: ([like] * len(owned[i]),)),
-            gather=compile_one(mapped(gather_keys), (along(stacked),), layout.line),
-            pick=for_each(jax.jit(pick_row), (rows, number), devices),
-            add=for_each(jax.jit(add_sums, donate_argnums=0), (sums, sums), devices),
+            gather=compiler.one(mapped(gather_keys), (along(stacked),), layout.line),
+            pick=compiler.each(jax.jit(pick_row), (rows, number), devices),
+            add=compiler.each(jax.jit(add_sums, donate_argnums=0), (sums, sums), devices),
             arrange=for_own(lambda i: arranged(parts[i]), lambda i: ([sums] * len(parts[i]),)),
-            exchange=compile_one(mapped(exchange_sums), (along(sent),), layout.line),
+            exchange=compiler.one(mapped(exchange_sums), (along(sent),), layout.line),
             finish=for_own(lambda i: finished(owned[i]), lambda _: (sent,)),
         )
 

@@ -154,6 +154,11 @@ def shapes_of(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
+def rows_like(batch: Any, rows: int) -> Any:
+    """So many rows of a batch, as shapes without places."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), batch)
+
+
 @dataclass(frozen=True)
 class ShardLayout:
     """Which of `count` virtual shards each device has: those of its rows, which are contiguous."""

@@ -102,6 +102,21 @@ class Piece(NamedTuple):
     positions: jax.Array
 
 
+class Kept(NamedTuple):
+    """What the forward pass of a block leaves for the backward pass, of a shard."""
+
+    x: Any
+    """[N, C, D], the block's input."""
+    q: Any
+    """Queries, as `before_attention` gives them."""
+    normed: Any
+    kv: Any
+    """Keys and values of the shard; for the programs those of its whole row."""
+    mixed: Any = None
+    """What the heads gathered, and the logarithms of the softmax sums."""
+    log_sums: Any = None
+
+
 @dataclass(frozen=True)
 class PiecePrograms:
     """The functions of one device, to be jitted."""
@@ -202,33 +217,18 @@ class PiecePrograms:
         return grads, d_x + more
 
     def after(
-        self, model: Model, shard: Any, layer: Any, segments: Any, x: Any, q: Any, normed: Any, kv: Any, balance: Any
+        self, model: Model, shard: Any, layer: Any, segments: Any, kept: Kept, balance: Balance
     ) -> tuple[jax.Array, Balance, jax.Array, jax.Array]:
-        """[N, C, D] a block's output, the balance up to here, and what the heads gathered, with sums.
-
-        `kv` are the keys and values of the whole row.
-        """
-        (k, v), at = kv, self._keys(shard, segments, q)
-        mixed, log_sums = blocked_forward(q, k, v, at, self.cut.row_blocks)
+        """[N, C, D] a block's output, the balance up to here, and what the heads gathered, with sums."""
+        (k, v), at = kept.kv, self._keys(shard, segments, kept.q)
+        mixed, log_sums = blocked_forward(kept.q, k, v, at, self.cut.row_blocks)
         own, function = self._function(AFTER, model, shard, layer, after_attention)
-        x, more = function(own, x, mixed, normed)
+        x, more = function(own, kept.x, mixed, kept.normed)
         load = None if balance.load is None else balance.load.at[layer].set(more.load)
         return x, Balance(balance.loss + more.loss, load), mixed, log_sums
 
     def after_back(
-        self,
-        model: Model,
-        shard: Any,
-        layer: Any,
-        segments: Any,
-        x: Any,
-        q: Any,
-        normed: Any,
-        kv: Any,
-        mixed: Any,
-        log_sums: Any,
-        d_x: Any,
-        d_balance: Any,
+        self, model: Model, shard: Any, layer: Any, segments: Any, kept: Kept, d_x: Any, d_balance: Any
     ) -> tuple[Packed, jax.Array, jax.Array, jax.Array | None, Any]:
         """The gradients of parameters, of `x`, `q`, `normed`, and float32 of `kv`."""
 
@@ -236,10 +236,10 @@ class PiecePrograms:
             x, balance = after_attention(*args)
             return x, balance.loss
 
-        args = x, mixed, normed
+        args = kept.x, kept.mixed, kept.normed
         grads, d_x, d_mixed, d_normed = self._pull_back(AFTER, model, shard, layer, compute, args, (d_x, d_balance))
-        (k, v), at = kv, self._keys(shard, segments, q)
-        d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, self.cut.row_blocks)
+        (k, v), at = kept.kv, self._keys(shard, segments, kept.q)
+        d_q, *d_kv = blocked_backward(kept.q, k, v, at, kept.mixed, kept.log_sums, d_mixed, self.cut.row_blocks)
         return grads, d_x, d_q, d_normed, tuple(d_kv)
 
     def _keys(self, shard: Any, segments: Any, q: jax.Array) -> Blocks:

@@ -20,7 +20,7 @@ from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.block_update import BlockNumbers, Inputs, along, copies
 from roxxel_dist.train.exact.blocks import Ownership, Selection
 from roxxel_dist.train.exact.layout import SHARDS, Programs, ShardLayout
-from roxxel_dist.train.step.compile import Compile
+from roxxel_dist.train.step.compile import Compiler
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class SpreadArrays:
 
     @classmethod
     def compile_spread(
-        cls, layout: ShardLayout, like: Sequence[Any], cuts: Sequence[int], count: int, compile_one: Compile
+        cls, layout: ShardLayout, like: Sequence[Any], cuts: Sequence[int], count: int, compiler: Compiler
     ) -> "SpreadArrays":
         """For arrays, with the dimensions along which each of them is cut into so many blocks."""
         slices = [Slice(leaf, cut, leaf.shape[cut] // count) for leaf, cut in zip(like, cuts, strict=True)]
@@ -123,8 +123,8 @@ class SpreadArrays:
         return cls(
             layout=layout,
             like=like,
-            fetch=compile_one(fetch, (list(like), index), layout.mesh),
-            put=compile_one(put, (list(like), blocks, index), layout.mesh),
+            fetch=compiler.one(fetch, (list(like), index), layout.mesh),
+            put=compiler.one(put, (list(like), blocks, index), layout.mesh),
         )
 
     def global_arrays(self, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
@@ -151,7 +151,7 @@ def _mapped(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: 
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def fetch_gradients(owner: Ownership, chunks: Sequence[Any], compile_one: Compile) -> Any:
+def fetch_gradients(owner: Ownership, chunks: Sequence[Any], compiler: Compiler) -> Any:
     """The program that gives each device a block, by its number, of each chunk of gradients, of which a device has
     added up its share."""
     layout, most = owner.layout, owner.most
@@ -173,7 +173,7 @@ def fetch_gradients(owner: Ownership, chunks: Sequence[Any], compile_one: Compil
     ]
     index = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(layout.line, P()))
     mapped = _mapped(fetch_gradient, layout.line, (P(SHARDS), P()), P())
-    return compile_one(jax.jit(mapped), (like, index), layout.line)
+    return compiler.one(jax.jit(mapped), (like, index), layout.line)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from roxxel_dist.model.loss import DROPPED, END_NATS, LOAD, minimized_losses, ne
 from roxxel_dist.model.split import Leaves, ModuleSplit, cast
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import LoopOptions
-from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_average, update_average
+from roxxel_dist.train.step.average import inner_state, with_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
 from roxxel_dist.train.step.local_sums import LocalSums, accumulation
 from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
@@ -222,11 +222,7 @@ def apply_gradient(
     health, bad = update_monitor(
         state.health, state.step + 1, scalars["loss"], scalars["grad_norm"], hparams[SPIKE_FACTOR], skip=skip_bad
     )
-    if isinstance(state.opt_state, Averaged):
-        average = schedule_free_average(opt_state, params)
-        if average is None:
-            average = update_average(state.opt_state.average, params, hparams[EMA], health.good)
-        opt_state = Averaged(opt_state, average)
+    opt_state = with_average(state.opt_state, opt_state, params, hparams.get(EMA), health.good)
     if skip_bad:
         old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
         params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)
