@@ -6,7 +6,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
@@ -55,6 +55,41 @@ def steps_of(folder: Path) -> list[int]:
     """The steps of the checkpoints in a folder, complete or not, in order."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def saved_checkpoints(folder: Path) -> dict[int, float | None]:
+    """The step and val_loss of every complete checkpoint in a folder."""
+    return losses_of(folder, steps_of(folder))
+
+
+def losses_of(folder: Path, steps: Iterable[int]) -> dict[int, float | None]:
+    """The val_loss of these checkpoints, by step; None where it has none."""
+    saved: dict[int, float | None] = dict.fromkeys(steps)
+    for step in saved:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: `restore` reports it
+            saved[step] = comparable_loss(MetaFile.read(folder / str(step)).val_loss)
+    return saved
+
+
+def comparable_loss(val_loss: float | None) -> float | None:
+    """A val_loss; None for one that cannot be compared."""
+    return None if val_loss is None or isnan(val_loss) else float(val_loss)
+
+
+def best_of(saved: Mapping[int, float | None]) -> int | None:
+    """The step with the lowest val_loss, the first of them; None where none has one."""
+    losses = [(val_loss, step) for step, val_loss in saved.items() if val_loss is not None]
+    return min(losses)[1] if losses else None
+
+
+def steps_to_keep(
+    saved: Mapping[int, float | None], max_to_keep: int | None, keep_every: int | None, keep_steps: Collection[int]
+) -> set[int]:
+    """The steps to keep: the newest, the best, every `keep_every`-th and `keep_steps`."""
+    steps = sorted(saved)
+    newest = steps if max_to_keep is None else steps[-max_to_keep:]
+    forever = [step for step in steps if step in keep_steps or (keep_every and step % keep_every == 0)]
+    return {*newest, *forever, best_of(saved)} & set(steps)
 
 
 class CheckpointRef(NamedTuple):

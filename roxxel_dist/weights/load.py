@@ -21,7 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.checkpoint import files
 from roxxel_dist.checkpoint.digests import in_words, read_verified
-from roxxel_dist.checkpoint.metadata import CHECKPOINTS, BaseModelRef, CheckpointMetadata, CheckpointRef
+from roxxel_dist.checkpoint.metadata import (
+    CHECKPOINTS,
+    BaseModelRef,
+    CheckpointMetadata,
+    CheckpointRef,
+    best_of,
+    saved_checkpoints,
+)
 from roxxel_dist.checkpoint.stored_blocks import check_checkpoint
 from roxxel_dist.cluster.mesh import FSDP, make_mesh
 from roxxel_dist.cluster.parameter_sharding import parameter_sharding
@@ -99,9 +106,9 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
         raise UserError(no_run(run, absolute(named)))
     config = Config.from_yaml(run / CONFIG)
     checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
-    saved = files.complete(checkpoints) if bucket is None else bucket.checkpoints.saved(read_only=True)
+    saved = saved_checkpoints(checkpoints) if bucket is None else bucket.checkpoints.saved(read_only=True)
     if saved:
-        done = step if step is not None else (best and files.best_of(saved)) or max(saved)
+        done = step if step is not None else (best and best_of(saved)) or max(saved)
         if done not in saved:
             raise UserError(
                 f"{bucket or run} has no checkpoint of step {done}; those there are: {', '.join(map(str, saved))}"
@@ -133,7 +140,7 @@ def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, n
         saved, table = read_verified(checkpoint, int(checkpoint.name))
         return *files.read_model(checkpoint, saved, table), CheckpointMetadata.from_dict(saved.meta)
     except Exception as error:  # Orbax has no specific error for this
-        folder, older = checkpoint.parent, files.complete(checkpoint.parent)
+        folder, older = checkpoint.parent, saved_checkpoints(checkpoint.parent)
         steps = [step for step in sorted(older, reverse=True) if step < int(checkpoint.name)]
         whole = next((step for step in steps if not check_checkpoint(folder / str(step), step)), None)
         why = in_words(check_checkpoint(checkpoint, int(checkpoint.name))) or files.cause(error)

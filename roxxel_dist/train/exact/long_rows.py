@@ -103,8 +103,8 @@ class CompiledForward:
         at, number = [own[layer] for own in self.layers], self.layout.numbers
 
         def before(i: int, k: int) -> Kept:
-            q, *kv, normed = self.before[i](models[i], number[i][k], at[i], pieces[i][k][0].positions, x[i][k])
-            return Kept(x[i][k], q, normed, tuple(kv))
+            q, keys, values, normed = self.before[i](models[i], number[i][k], at[i], pieces[i][k][0].positions, x[i][k])
+            return Kept(x[i][k], q, normed, (keys, values))
 
         kept = self.each(before)
         rows = self.moves.keys_of_rows(_keys(kept))

@@ -45,8 +45,8 @@ class LongShapes:
         rows = rows_like(batch, here)
         piece, segments = jax.eval_shape(lambda rows, shard: piece_of(cut, rows, shard), rows, NUMBER)
         x = jax.eval_shape(programs.embed, model, NUMBER, piece)
-        q, *kv, normed = jax.eval_shape(programs.before, model, NUMBER, NUMBER, piece.positions, x)
-        own = cls(programs, model, rows, piece, segments, Kept(x, q, normed, tuple(kv)), rows_like(kv, cut.row_blocks))
+        q, k, v, normed = jax.eval_shape(programs.before, model, NUMBER, NUMBER, piece.positions, x)
+        own = cls(programs, model, rows, piece, segments, Kept(x, q, normed, (k, v)), rows_like((k, v), cut.row_blocks))
         _, _, mixed, log_sums = jax.eval_shape(programs.after, *own.after)
         return replace(own, kept=own.kept._replace(mixed=mixed, log_sums=log_sums))
 
