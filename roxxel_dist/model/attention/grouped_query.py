@@ -44,7 +44,20 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     return tuple(kinds)
 
 
-class Attention(nnx.Module):
+class Heads(nnx.Module):
+    """Attention behind its heads: a gate, if there is one, and the output projection."""
+
+    out: nnx.LinearGeneral
+    gate: "Gate | None"
+
+    def finish(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array | None) -> jax.Array:
+        """[B, L, dim] from what the heads gathered, and for the gate the layer's input."""
+        if self.gate is not None and x_BxLxD is not None:
+            mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
+        return self.out(mixed_BxLxHxK.reshape(*mixed_BxLxHxK.shape[:2], -1))
+
+
+class Attention(Heads):
     """Each position attends to itself and earlier ones, within its window, and with segments within its document.
 
     `n_heads` queries share `kv_heads` keys and values; all three are one matrix product, whose kernel [D, G, R + 2, K]
@@ -113,12 +126,6 @@ class Attention(nnx.Module):
         if (rotary := self._kind(layer).rotary) is not None:
             q, k = (rotate(x, position_L, rotary) for x in (q, k))
         return q, k, v
-
-    def finish(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array | None) -> jax.Array:
-        """[B, L, dim] from what the heads gathered, and for the gate the layer's input."""
-        if self.gate is not None and x_BxLxD is not None:
-            mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
-        return self.out(mixed_BxLxHxK.reshape(*mixed_BxLxHxK.shape[:2], -1))
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from roxxel_dist.cluster import jax_private
-from roxxel_dist.model.attention.blocked import BLOCK, Blocks, over_keys, with_gradients
+from roxxel_dist.model.attention.blocked import BLOCK, Blocks, Form, attend_in_blocks, join_rows, over_keys, split_rows
 from roxxel_dist.model.attention.mask import LANES, RESIDUALS, Mask, on_own_rows, pad_tokens
 
 LONGEST_BIAS = 2048
@@ -37,15 +37,7 @@ def cudnn_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.A
     q, k, v = (pad_tokens(x, count * size) for x in with_equal_widths(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Any:
-        if count == 1:
-            return _whole(q, k, v, mask)
-
-        def blocks(x: jax.Array) -> jax.Array:
-            return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
-
-        each = mask.labels(blocks)
-        out = _in_pairs(blocks(q), blocks(k), blocks(v), Blocks.between(jnp.arange(count), size, each, each))
-        return jnp.moveaxis(out, 0, 1).reshape(q.shape)
+        return _whole(q, k, v, mask) if count == 1 else attend_in_blocks(PAIRS, q, k, v, mask, size)
 
     return on_own_rows(local, q, k, v, mask.scaled(q_BxLxHxK.shape[-1]).pad(count * size))[:, :length, :, :values]
 
@@ -181,7 +173,8 @@ def pairs_backward(
     return d_q, d_k, d_v
 
 
-_in_pairs = with_gradients(pairs_forward, pairs_backward)
+PAIRS = Form(split_rows, join_rows, pairs_forward, pairs_backward)
+"""Attention by cuDNN: queries [B, tokens, H, K], as many channels as values."""
 
 
 def splash_block(length: int) -> int:
