@@ -303,22 +303,6 @@ def _without_patterns(folder: Path) -> Iterator[Path]:
         yield link
 
 
-def write_alone(checkpoint: Path, state: Any, saved: MetaFile) -> None:
-    """Write a whole checkpoint of arrays on this process's devices, random keys as integers, without other ranks.
-
-    Raises OSError.
-    """
-    checkpoint = checkpoint.absolute()  # Orbax writes no others
-    temporary = checkpoint.with_name(f"{checkpoint.name}{TEMPORARY}-1")
-    make_folder(checkpoint.parent)
-    with quiet_orbax(), contextlib.closing(array_handler()) as handler:
-        begun = begin(handler, temporary, state)
-        for written in begun.writes:
-            written.result()
-        write_part(temporary, int(checkpoint.name), hash_blocks(begun.blocks, 0), 0)
-        commit(handler, temporary, checkpoint, saved.to_json(), 1)
-
-
 def replace_meta(checkpoint: Path, meta: str) -> None:
     """Give a checkpoint another `meta.json`. Cut off anywhere, the old one or the new one is there, and agrees."""
     _, table = read_verified(checkpoint, int(checkpoint.name))

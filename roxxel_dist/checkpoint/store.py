@@ -308,11 +308,10 @@ class CheckpointStore(CheckpointReader):
         if not causes:
             return _Ending()
         which = f"step{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}" if left else "local copies"
-        why = "; ".join(causes)
         return _Ending(
             left=tuple(left),
             warning=f"the checkpoint of step {save.step} is saved in {self.folder}, and older ones ({which}) could not "
-            f"be deleted ({why}): the next save tries again",
+            f"be deleted ({'; '.join(causes)}): the next save tries again",
         )
 
     def poll(self) -> SaveResult | None:
@@ -416,8 +415,7 @@ class CheckpointStore(CheckpointReader):
                 self._passed_over.append(wrong.step)
                 lines.append(f"{wrong}; it is passed over, and the next save renames it")
         self._read_last = None
-        newest = self.latest_step()
-        return "\n".join([*lines, f"going on from step {newest}, the newest complete checkpoint"])
+        return "\n".join([*lines, f"going on from step {self.latest_step()}, the newest complete checkpoint"])
 
     def _newer_than_whole(self, damage: DamagedCheckpoint) -> list[DamagedCheckpoint]:
         """A damaged checkpoint, and those below it that are damaged too, to the newest one that is whole."""

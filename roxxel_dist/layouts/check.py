@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -39,7 +39,7 @@ from roxxel_dist.layouts.own_code import (
     loss_jaxpr,
     text_of,
 )
-from roxxel_dist.layouts.reference import Reference, ReferencePrograms
+from roxxel_dist.layouts.reference import ReferencePrograms, Truth
 from roxxel_dist.layouts.subject import Subject, check_devices, of_config, without_balance
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.process.exit_codes import UserError
@@ -150,37 +150,12 @@ def _marked(report: LayoutReport, source: Config | Parts) -> LayoutReport:
     return report
 
 
-@dataclass
-class _Truth:
-    """The reference of a batch."""
-
-    programs: ReferencePrograms
-    order: list[str]
-    """Parameters as the backward pass finishes them."""
-    lines: dict[str, list[str]]
-    """Random stream -> the lines of the user's code that draw from it."""
-    reference: Reference | None = None
-    with_noise: dict[tuple[str, ...], Reference] = field(default_factory=dict)
-    """By the streams that draw."""
-
-    def measured(self) -> Reference:
-        """Measured once."""
-        self.reference = self.reference or self.programs.run()
-        return self.reference
-
-    def measured_with(self, streams: tuple[str, ...]) -> Reference:
-        """With the noise of these streams; measured once."""
-        if streams not in self.with_noise:
-            self.with_noise[streams] = self.programs.run_with_noise(streams, self.measured().terms)
-        return self.with_noise[streams]
-
-
 @dataclass(frozen=True)
 class _Begun:
     """A layout whose programs are being compiled."""
 
     layout: Layout
-    truth: _Truth
+    truth: Truth
     program: StepProgram
 
 
@@ -191,7 +166,7 @@ class _Check:
         self._subject, self._seq_len, self._done = subject, seq_len, done
         self._devices = check_devices(subject.mesh)
         self._has_balance = self._even = False
-        self._truths: dict[tuple[BatchName, bool], _Truth] = {}
+        self._truths: dict[tuple[BatchName, bool], Truth] = {}
         self._notes: list[str] = []
         self._of_processes: LayoutResult | None = None
         self._initials: InitialCheck | None = None
@@ -266,7 +241,7 @@ class _Check:
     def _batch(self, name: BatchName) -> Any:
         return self._subject.batch(name, len(self._devices), self._seq_len, even=self._even)
 
-    def _truth(self, batch: BatchName, *, balanced: bool = True) -> _Truth:
+    def _truth(self, batch: BatchName, *, balanced: bool = True) -> Truth:
         """The reference of a batch, being compiled; with the balance loss, or without."""
         key = batch, balanced
         if key not in self._truths:
@@ -279,7 +254,7 @@ class _Check:
             programs = ReferencePrograms.compile_reference(
                 subject.model, loss, layout, self._weights, rows, unit=coarsest(jaxpr), in_float64=is_main
             )
-            self._truths[key] = _Truth(
+            self._truths[key] = Truth(
                 programs,
                 backward_order(jaxpr, sorted(self._weights.params)),
                 draw_lines(jaxpr, first_inputs(self._weights), self._weights.keys),

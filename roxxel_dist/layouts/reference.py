@@ -22,7 +22,7 @@ of itself: by 1/n at the least, where one term of n is lost.
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -134,6 +134,31 @@ class ReferencePrograms:
         first = program.run(noise=streams)
         others = [program.run(moved(params, self.unit, seed), noise=streams) for seed in range(SAMPLES)]
         return of_samples(first.values, [first, *others], self.unit, terms, first.drawn)
+
+
+@dataclass
+class Truth:
+    """What a batch gives on one device, measured when it is asked for."""
+
+    programs: ReferencePrograms
+    order: list[str]
+    """Parameters as the backward pass finishes them."""
+    lines: dict[str, list[str]]
+    """Random stream -> the lines of the user's code that draw from it."""
+    reference: Reference | None = None
+    with_noise: dict[tuple[str, ...], Reference] = field(default_factory=dict)
+    """By the streams that draw."""
+
+    def measured(self) -> Reference:
+        """Measured once."""
+        self.reference = self.reference or self.programs.run()
+        return self.reference
+
+    def measured_with(self, streams: tuple[str, ...]) -> Reference:
+        """With the noise of these streams; measured once."""
+        if streams not in self.with_noise:
+            self.with_noise[streams] = self.programs.run_with_noise(streams, self.measured().terms)
+        return self.with_noise[streams]
 
 
 def _first_line(error: Exception) -> str:

@@ -5,7 +5,6 @@ The weights of a trained model as arrays in memory, from any kind of folder.
 
 import copy
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,7 +44,6 @@ from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.model.user_code import call_function, import_function
 from roxxel_dist.place.directory import CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.place.run_place import bucket_run
-from roxxel_dist.process.device_counts import largest_divisor
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.utils.display import size
@@ -231,44 +229,6 @@ def load_run(run: str | Path, step: int | None = None, *, best: bool = False) ->
     return LoadedRun(model=model_of(weights, run), tokenizer=tokenizer, config=weights.config, step=weights.step)
 
 
-def mesh_for_text(config: Config, asked: Mapping[str, int | None]) -> tuple[Mesh, str]:
-    """(the devices of this process that a model lies on to generate text, a line where they are fewer than in its run).
-
-    Args:
-        config: of the run.
-        asked: "fsdp_devices", "expert_devices" and "tensor_devices". None: of experts and tensor as many as in the run,
-            or the largest part of them that is here; of fsdp 1, as a text gathers the parameters for each token.
-
-    Raises:
-        UserError: fewer devices are here than are asked for, or they do not divide the experts.
-    """
-    here, cut = jax.local_devices(), list[str]()
-    for name, value in asked.items():
-        if value is not None and value < 1:
-            raise UserError(f"{name} is {value}: it must be at least 1")
-    sizes = {name: asked.get(name) or 1 for name in ("fsdp_devices", "expert_devices", "tensor_devices")}
-    if (given := math.prod(sizes.values())) > len(here):
-        words = " x ".join(f"{name} ({size})" for name, size in sizes.items() if size > 1)
-        raise UserError(
-            f"{words} is {given} devices, and this process has {len(here)}: use fewer; a model that is not divided "
-            f"takes one"
-        )
-    for name in ("tensor_devices", "expert_devices"):
-        if asked.get(name) is None and (wanted := getattr(config, name)) > 1:
-            sizes[name] = largest_divisor(wanted, len(here) // math.prod(sizes.values()))
-            if sizes[name] < wanted:
-                cut.append(
-                    f"{name} is {sizes[name]}, and was {wanted} in the run: this process has {len(here)} device(s)"
-                )
-    experts = sizes["expert_devices"]
-    if config.model is None and experts > 1 and (not config.use_moe or config.n_experts % experts):
-        count = config.n_experts if config.use_moe else 0
-        raise UserError(f"expert_devices is {experts}: it must divide the experts of the model, which has {count}")
-    fsdp, expert, tensor = sizes.values()
-    devices = here[: math.prod(sizes.values())]
-    return make_mesh(fsdp=fsdp, expert=expert, tensor=tensor, devices=devices), "; ".join(cut)
-
-
 def load_transformer(path: str | Path, *, best: bool = True) -> Any:
     """The model of `Transformer.from_pretrained`."""
     weights = weights_of(path, best=best)
@@ -285,7 +245,7 @@ def model_of(weights: Weights, path: str | Path, mesh: Mesh | None = None) -> An
 
     It is divided over a mesh of several devices as in training; without one it lies on the first device.
     """
-    mesh = mesh or _first_device()
+    mesh = mesh or first_device()
     traced = trace_module(model_builder(weights.config), mesh)
     parts = traced.split
     # With adapters in a user-defined model, a run does not store the frozen weights: the model creates them.
@@ -319,7 +279,7 @@ def model_of(weights: Weights, path: str | Path, mesh: Mesh | None = None) -> An
     return parts.merge(placed(parts.params), rest, inputs, training=False)
 
 
-def _first_device() -> Mesh:
+def first_device() -> Mesh:
     """The first device of this process, with the axes of training: a model of the user's own may name them."""
     return make_mesh(devices=jax.local_devices()[:1])
 
@@ -338,24 +298,6 @@ def _state_of(weights: Weights, like: Leaves, needed: Collection[str], path: str
     if wrong := files.difference(files.shapes(known), files.shapes(stored), whole=False):
         raise UserError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
     return {name: jnp.asarray(weights.state[name], stored[name].dtype) for name in like}
-
-
-def check_continues(model: Any, config: Any) -> None:
-    """Raises ValueError if a user-defined model cannot continue a text: it must map tokens to logits."""
-    if config.model is None:
-        return
-    graphdef, state = nnx.split(model)
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)  # whatever devices have it
-    rule = f"to generate, a model takes int32[1, L] tokens alone and returns [1, L, {config.vocab_size}] logits"
-    tokens = np.zeros((1, config.max_context), np.int32)
-    try:
-        with jax.set_mesh(_first_device()):
-            logits = jax.eval_shape(lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, tokens)
-    except Exception as error:
-        raise UserError(f"model is {config.model!r}: {rule}, and this one says {error!r}") from error
-    shape = getattr(logits, "shape", type(logits).__name__)
-    if shape != (1, config.max_context, config.vocab_size):
-        raise UserError(f"model is {config.model!r}: {rule}, and for L = {config.max_context} it returns {shape}")
 
 
 def attention_kernel(

@@ -4,6 +4,7 @@ Merged weights stand in for a decay of the rate: what a constant rate has gather
 much as it would under a lower one (Tian et al. 2025, "WSM", arXiv 2507.17634).
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -150,7 +151,23 @@ def _write(
         make_devices()
         device = None
     placed = jax.device_put(state, device)
-    files.write_alone(folder / CHECKPOINTS / str(step), placed, MetaFile(shapes, metadata.to_dict(), None))
+    _write_checkpoint(folder / CHECKPOINTS / str(step), placed, MetaFile(shapes, metadata.to_dict(), None))
+
+
+def _write_checkpoint(checkpoint: Path, state: Any, saved: MetaFile) -> None:
+    """Write a whole checkpoint of arrays on this process's devices, random keys as integers, without other ranks.
+
+    Raises OSError.
+    """
+    checkpoint = checkpoint.absolute()  # Orbax writes no others
+    temporary = checkpoint.with_name(f"{checkpoint.name}{files.TEMPORARY}-1")
+    make_folder(checkpoint.parent)
+    with files.quiet_orbax(), contextlib.closing(files.array_handler()) as handler:
+        begun = files.begin(handler, temporary, state)
+        for written in begun.writes:
+            written.result()
+        files.write_part(temporary, int(checkpoint.name), files.hash_blocks(begun.blocks, 0), 0)
+        files.commit(handler, temporary, checkpoint, saved.to_json(), 1)
 
 
 def _describe(folder: Path, run: Path, weights: Weights, record: Mapping[str, Any]) -> None:
