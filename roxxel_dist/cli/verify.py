@@ -31,7 +31,7 @@ class VerifyArgs:
 def verify(words: list[str]) -> int:
     """Compare checkpoints, exports or shards with their digests."""
     args = parse(VerifyArgs, words, "verify")
-    from roxxel_dist.checkpoint import verify as checks
+    from roxxel_dist.checkpoint import stored_blocks as checks
     from roxxel_dist.checkpoint.metadata import CheckpointRef, steps_of
 
     ref = CheckpointRef.parse(args.path)
@@ -78,7 +78,7 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
     import shutil
     import tempfile
 
-    from roxxel_dist.checkpoint import verify as checks
+    from roxxel_dist.checkpoint import stored_blocks as checks
     from roxxel_dist.place.bucket_run import BucketRun
     from roxxel_dist.process.durable import cache_folder
     from roxxel_dist.settings.usage_errors import usage_errors

@@ -43,11 +43,10 @@ from roxxel_dist.layouts.reference import ReferencePrograms, Truth
 from roxxel_dist.layouts.subject import Subject, check_devices, of_config, without_balance
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.layout_mark import mark_checked, own_code
 from roxxel_dist.run.trainer import Trainer
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.train.parts import Parts
+from roxxel_dist.train.parts import Parts, mark_checked, own_code
 from roxxel_dist.train.step.optimizer import for_run
 from roxxel_dist.train.step.step import BALANCE
 

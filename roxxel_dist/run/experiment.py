@@ -35,7 +35,6 @@ from roxxel_dist.run.components import (
     temporary_folder,
     trackers_of,
 )
-from roxxel_dist.run.layout_mark import line_for
 from roxxel_dist.run.metadata import RunMetadata
 from roxxel_dist.run.past import Past, check_nothing_new
 from roxxel_dist.run.record import changed_from, check_resumable, check_same_run, kernel_begun_with, write_run_metadata
@@ -46,7 +45,7 @@ from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.log.base import CRASH_LIMIT_S
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
-from roxxel_dist.train.parts import Parts
+from roxxel_dist.train.parts import Parts, line_for
 from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.step.optimizer import for_run
 from roxxel_dist.train.validation.evaluator import why_unknown

@@ -21,14 +21,13 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.run.components import on_primary
 from roxxel_dist.run.experiment import Experiment
-from roxxel_dist.run.layout_mark import line_for
 from roxxel_dist.run.record import record_parts
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import LoopKeywords, LoopOptions
 from roxxel_dist.train.checkpointer import Checkpointer
 from roxxel_dist.train.log.base import LogQueue, Tracker, TrackerSource
 from roxxel_dist.train.loop import Loop
-from roxxel_dist.train.parts import Parts, loop_options
+from roxxel_dist.train.parts import Parts, line_for, loop_options
 from roxxel_dist.train.resume import ResumePoint, check_same_bits
 from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.step import LossFn

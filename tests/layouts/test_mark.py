@@ -7,7 +7,7 @@ import pytest
 from layouts.planted import sound
 
 from roxxel_dist import Config, Experiment, check_layouts
-from roxxel_dist.run.layout_mark import line_for
+from roxxel_dist.train.parts import line_for
 
 SAID = "never checked: whether a step of this model on 2 devices is the step of one device"
 FIELDS = {"max_context": 32, "batch_size": 4, "max_steps": 1, "sample": "off", "export_weights": False}
