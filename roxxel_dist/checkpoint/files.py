@@ -39,8 +39,8 @@ from roxxel_dist.checkpoint.digests import (
     bounds_of,
     digest,
     files_below,
-    in_words,
     merge,
+    problems_text,
     read_verified,
 )
 from roxxel_dist.checkpoint.metadata import META, MetaFile, saved_checkpoints
@@ -337,25 +337,25 @@ def restore_state(handler: ocp.PyTreeCheckpointHandler, checkpoint: Path, like: 
     return data_to_keys(handler.restore(epath.Path(checkpoint / STATE), args=args), like)
 
 
-def below(prefix: str, shapes: Mapping[str, _Value]) -> dict[str, _Value]:
+def select_prefix(prefix: str, shapes: Mapping[str, _Value]) -> dict[str, _Value]:
     """What a train state's `shapes` have of `PARAMS` or `REST`, by name."""
     return {name.removeprefix(prefix): value for name, value in shapes.items() if name.startswith(prefix)}
 
 
 def parameter_shapes(shapes: Mapping[str, list[Any]]) -> dict[str, jax.ShapeDtypeStruct]:
     """Of a train state's `shapes`, those of the parameters, by name."""
-    mine = below(PARAMS, shapes)
+    mine = select_prefix(PARAMS, shapes)
     return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind)) for name, (*shape, kind) in mine.items()}
 
 
-def evaluated(shapes: Mapping[str, Any]) -> str:
+def evaluated_prefix(shapes: Mapping[str, Any]) -> str:
     """The prefix of the parameters that a train state is evaluated with: of their average, where it has one."""
     return AVERAGE if any(name.startswith(AVERAGE) for name in shapes) else PARAMS
 
 
 def model_bytes(shapes: Mapping[str, list[Any]]) -> int:
     """Bytes of what `read_model` reads, by a train state's `shapes`; random keys, of a few bytes, are left out."""
-    read = evaluated(shapes), REST
+    read = evaluated_prefix(shapes), REST
     kept = [shape for name, shape in shapes.items() if name.startswith(read) and "key<" not in shape[-1]]
     return sum(math.prod(shape) * jnp.dtype(kind).itemsize for *shape, kind in kept)
 
@@ -369,11 +369,11 @@ def read_model(
     One process reads them alone, and asks no device. Raises ValueError where they do not agree with their digests; what
     Orbax raises passes.
     """
-    kind = evaluated(saved.shapes)
+    kind = evaluated_prefix(saved.shapes)
     arrays = read_named(checkpoint, {name for name in saved.shapes if name.startswith((kind, REST))})
     if problems := check_whole_arrays(arrays, table, saved.shapes):
-        raise UserError(in_words(problems))
-    return below(kind, arrays), below(REST, arrays)
+        raise UserError(problems_text(problems))
+    return select_prefix(kind, arrays), select_prefix(REST, arrays)
 
 
 def read_named(checkpoint: Path, names: Collection[str]) -> dict[str, np.ndarray]:

@@ -19,9 +19,9 @@ from roxxel_dist.checkpoint.digests import (
     Bounds,
     DigestTable,
     bounds_of,
+    containment,
     damaged_ones,
-    in_words,
-    inside,
+    problems_text,
     read_verified,
     shares,
 )
@@ -165,7 +165,7 @@ class CheckpointReader:
 
     def has_average(self, step: int) -> bool:
         """Whether a checkpoint has an average of the parameters."""
-        return files.evaluated(self._read(step)[0].shapes) == files.AVERAGE
+        return files.evaluated_prefix(self._read(step)[0].shapes) == files.AVERAGE
 
     def restore_params(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The parameters alone, whatever the run's optimizer was; see `restore_model`."""
@@ -182,7 +182,7 @@ class CheckpointReader:
         Raises ValueError where it is damaged, and StoreError.
         """
         if self._remote is not None and (problems := self._remote.fetch_model(step)):
-            raise UserError(in_words(problems))
+            raise UserError(problems_text(problems))
 
     def check_params(self, step: int, like: dict[str, Any]) -> None:
         """Raises ValueError where `restore_params` would find another model; `like` may be shapes alone."""
@@ -194,7 +194,7 @@ class CheckpointReader:
 
     def rest_shapes(self, step: int) -> dict[str, list[Any]]:
         """The same of what a checkpoint has beside parameters and moments, as `files.shapes` gives them."""
-        return files.below(files.REST, self._read(step)[0].shapes)
+        return files.select_prefix(files.REST, self._read(step)[0].shapes)
 
     def fingerprint(self, step: int) -> str:
         """A digest of the parameters of a checkpoint, as its table has them."""
@@ -264,8 +264,8 @@ class CheckpointReader:
 
     def _agree(self, step: int, problems: list[str]) -> None:
         """Raises DamagedCheckpoint, on all ranks, where one of them has found something wrong."""
-        heard = [text for text in gather_to_primary(self._name, in_words(problems), CHECK_LIMIT_S) if text]
-        why, deleted = in_words(list(dict.fromkeys(heard))), bool(heard) and not self._exists(step)
+        heard = [text for text in gather_to_primary(self._name, problems_text(problems), CHECK_LIMIT_S) if text]
+        why, deleted = problems_text(list(dict.fromkeys(heard))), bool(heard) and not self._exists(step)
         why, deleted = json.loads(broadcast_from_primary(self._name, json.dumps([why, deleted]), CHECK_LIMIT_S))
         if not why:
             return
@@ -328,7 +328,7 @@ def _blocks_off_devices(like: Any, table: DigestTable, saved: Mapping[str, list[
             and getattr(leaf, "sharding", None)
         ):
             there = {bounds_of(index, leaf.shape) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
-        is_there = inside(there)
+        is_there = containment(there)
         blocks += [(name, block) for block in table.blocks.get(name, ()) if not is_there(block.bounds)]
     return blocks
 

@@ -298,7 +298,7 @@ class RemoteCheckpoints:
         """Bring what `files.read_model` reads of a checkpoint here, for one process that reads it alone; what is wrong
         with it. Its `meta.json` and table are here."""
         saved, table = read_verified(self._folder / str(step), step)
-        read = files.evaluated(saved.shapes), files.REST
+        read = files.evaluated_prefix(saved.shapes), files.REST
         return self.fetch(step, table, lambda name, _: name.startswith(read))
 
     def fetch_all(self, step: int) -> list[str]:

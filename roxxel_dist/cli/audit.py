@@ -177,8 +177,8 @@ def check_layouts(words: list[str]) -> int:
         if args.seq_len is not None and not 2 <= args.seq_len <= MOST_WHOLE:
             raise UserError(f"--seq_len is {args.seq_len}: it must be at least 2, and at most {MOST_WHOLE:,}")
     names = None if args.layouts is None else [name.strip() for name in args.layouts.split(",")]
-    from roxxel_dist.layouts.check import as_json
     from roxxel_dist.layouts.check import check_layouts as check
+    from roxxel_dist.layouts.check import report_json
 
     def show(result: "LayoutResult") -> None:
         if not args.json:
@@ -188,7 +188,7 @@ def check_layouts(words: list[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         report = check(config, args.data_path, devices=args.devices, layouts=names, seq_len=args.seq_len, done=show)
     if args.json:
-        print(json.dumps(as_json(report)))
+        print(json.dumps(report_json(report)))
         return 0 if report.agree else EXIT_FAILED
     for note in report.notes:
         print(printable(note))

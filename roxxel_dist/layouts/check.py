@@ -20,12 +20,12 @@ from roxxel_dist.layouts.layout import (
     OWN_MESH,
     BatchName,
     Layout,
-    as_process,
-    asked,
     has_own_axes,
     layout_of,
     layout_of_mesh,
-    single,
+    parse_names,
+    pretend_process,
+    reference_layout,
 )
 from roxxel_dist.layouts.noise import THREEFRY
 from roxxel_dist.layouts.one_step import GRADIENT, LOSS, Outcome, StepProgram, Weights, initial_weights
@@ -40,7 +40,7 @@ from roxxel_dist.layouts.own_code import (
     text_of,
 )
 from roxxel_dist.layouts.reference import ReferencePrograms, Truth
-from roxxel_dist.layouts.subject import Subject, check_devices, of_config, without_balance
+from roxxel_dist.layouts.subject import Subject, check_devices, drop_balance, open_subject
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.trainer import Trainer
@@ -131,13 +131,13 @@ def check_layouts(
         UserError: a mistake in the config or the data, a model that does not fit one device, or a loss that is random
             by itself.
     """
-    names = asked(layouts)
+    names = parse_names(layouts)
     with usage_errors():
         if isinstance(target, Trainer) and target.has_parts:
             report = _Check(Subject.of_parts(target.parts), seq_len, done).run(names)
             return _marked(report, target.parts)
         config = target.config if isinstance(target, Trainer) else target
-        with of_config(config, data_path, devices) as subject:
+        with open_subject(config, data_path, devices) as subject:
             return _marked(_Check(subject, seq_len, done).run(names), config)
 
 
@@ -222,10 +222,10 @@ class _Check:
     def _single(self, batch: BatchName) -> Layout:
         layout = self._layout("rows") if self._subject.mesh is None else None
         if isinstance(layout, Layout):
-            return single(layout.mesh, layout.sharding, batch)
+            return reference_layout(layout.mesh, layout.sharding, batch)
         assert self._subject.mesh is not None
         assert self._subject.sharding is not None
-        return single(self._subject.mesh, self._subject.sharding, batch)
+        return reference_layout(self._subject.mesh, self._subject.sharding, batch)
 
     def _layout(self, name: str) -> Layout | str:
         subject = self._subject
@@ -245,7 +245,7 @@ class _Check:
         key = batch, balanced
         if key not in self._truths:
             layout, rows, subject = self._single(batch), self._batch(batch), self._subject
-            is_main, loss = key == ("rows", True), subject.loss if balanced else without_balance(subject.loss)
+            is_main, loss = key == ("rows", True), subject.loss if balanced else drop_balance(subject.loss)
             trace = partial(loss_jaxpr, subject.model, loss, layout, self._weights, rows)
             jaxpr = trace()
             if subject.is_own and is_main:
@@ -266,7 +266,7 @@ class _Check:
         Raises UserError where two traces of the same process differ.
         """
         first = text_of(jaxpr)
-        with as_process(1, 2):
+        with pretend_process(1, 2):
             second = text_of(trace())
         if second == first:
             return
@@ -275,7 +275,7 @@ class _Check:
                 "the loss is random by itself: two traces of it differ, so it has numbers of Python's random, of "
                 "numpy or of a counter of its own. Draw noise from keys of the model's nnx.Rngs"
             )
-        with as_process(0, 2):
+        with pretend_process(0, 2):
             if text_of(trace()) == second:
                 self._notes.append(
                     "model or loss ask for jax.process_count(): whether a step of several processes is that of one "
@@ -312,7 +312,7 @@ class _Check:
             truth = self._truth(layout.truth, balanced=balanced)
         except Exception as error:
             return _without_reference(layout, error)
-        loss = self._subject.loss if balanced else without_balance(self._subject.loss)
+        loss = self._subject.loss if balanced else drop_balance(self._subject.loss)
         try:
             program = StepProgram.compile_program(
                 self._subject.model, loss, layout, self._weights, self._batch(layout.batch)
@@ -419,7 +419,7 @@ def _line(error: BaseException) -> str:
     return first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
 
 
-def as_json(report: LayoutReport) -> dict[str, Any]:
+def report_json(report: LayoutReport) -> dict[str, Any]:
     """A report as plain values; a number that is not finite is None."""
     fields: dict[str, Any] = dataclasses.asdict(report)
     fields["agree"] = report.agree

@@ -54,7 +54,7 @@ class Layout:
         return self.fsdp or self.name in ("tensor", "experts")
 
 
-def asked(names: Sequence[str] | None) -> tuple[str, ...]:
+def parse_names(names: Sequence[str] | None) -> tuple[str, ...]:
     """The names of layouts as asked for, in order; all for None. Raises UserError for one that there is not."""
     for name in names or ():
         if name not in (*NAMES, OWN_MESH):
@@ -62,7 +62,7 @@ def asked(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(name for name in (OWN_MESH, *NAMES) if names is None or name in names)
 
 
-def single(mesh: Mesh, sharding: NamedSharding, batch: BatchName) -> Layout:
+def reference_layout(mesh: Mesh, sharding: NamedSharding, batch: BatchName) -> Layout:
     """The reference: the first device of a mesh, whose axes all have the size 1."""
     axes = mesh.axis_names
     alone = Mesh(
@@ -131,7 +131,7 @@ def layout_of(name: str, devices: Sequence[Any]) -> Layout | str:
 
 def _micro_batches(mesh: Mesh, sharding: NamedSharding | None = None) -> Layout:
     """On the first device of a mesh."""
-    alone = single(mesh, sharding or batch_sharding(mesh), "rows")
+    alone = reference_layout(mesh, sharding or batch_sharding(mesh), "rows")
     text, sizes = f"{MICRO_BATCHES} micro-batches on one device", {"micro-batches": MICRO_BATCHES}
     return dataclasses.replace(alone, name="accum", text=text, grad_accum=MICRO_BATCHES, sizes=sizes)
 
@@ -177,7 +177,7 @@ def devices_of(mesh: Mesh) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_process(index: int, count: int) -> Iterator[None]:
+def pretend_process(index: int, count: int) -> Iterator[None]:
     """Within, jax says that this process is the one of this index, of so many."""
     functions = {"process_index": lambda *args, **options: index, "process_count": lambda *args, **options: count}
     with _replaced(functions):

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from roxxel_dist.cluster.mesh import device_type, fit_sharding
 from roxxel_dist.cluster.xla_flags import RUN_ONCE
 from roxxel_dist.layouts.layout import Layout, devices_of, everywhere
-from roxxel_dist.layouts.noise import counted_keys, drawn, forget, is_key, other_kinds, with_noise, wrap
+from roxxel_dist.layouts.noise import count_draws, counted_keys, is_key, other_kinds, reset_draws, switch_on, wrap
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.exact.layout import DeviceStates
@@ -163,7 +163,7 @@ class StepProgram:
     def run(self, params: Mapping[str, np.ndarray] | None = None, *, noise: Collection[str] = ()) -> Outcome:
         """One step, from other parameters if they are given; `noise` names the random streams that draw theirs."""
         values: dict[str, Any] = {**self.weights.rest, **(params or self.weights.params)}
-        values |= {name: with_noise(self.weights.rest[name]) for name in noise}
+        values |= {name: switch_on(self.weights.rest[name]) for name in noise}
 
         def place(name: str, like: Any) -> jax.Array:
             if is_key(like):
@@ -181,7 +181,7 @@ class StepProgram:
             name: jax.device_put(np.asarray(self.weights.hparams[name], like.dtype), like.sharding)
             for name, like in self.hparams.items()
         }
-        forget()
+        reset_draws()
         before = TrainState(empty[0], leaves[0], leaves[1], empty[1], empty[2])
         state, metrics = self.program(before, hparams, self.batch)
         state, metrics = jax.block_until_ready((state.whole if isinstance(state, DeviceStates) else state, metrics))
@@ -261,7 +261,7 @@ def _outcome(state: TrainState, metrics: Any, weights: Weights) -> Outcome:
         values[name] = each[0]
         if len(each) > 1:
             copies[name] = each
-    return Outcome(values=values, copies=copies, drawn=drawn(weights.keys))
+    return Outcome(values=values, copies=copies, drawn=count_draws(weights.keys))
 
 
 def copies_of(array: jax.Array) -> list[np.ndarray]:

@@ -19,10 +19,10 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Literal
 
-from roxxel_dist.layouts.compare import INITIAL, UPDATE, Difference, compared, ratio_and_angle, share_of
+from roxxel_dist.layouts.compare import INITIAL, UPDATE, Difference, compare_results, ratio_and_angle, share_of
 from roxxel_dist.layouts.layout import Layout, devices_of, everywhere
 from roxxel_dist.layouts.one_step import Arrays, Outcome, Weights, compile_step, copies_of
-from roxxel_dist.layouts.reference import SAMPLES, moved, norm, of_samples, wide
+from roxxel_dist.layouts.reference import SAMPLES, norm, perturb, reference_of_samples, to_float64
 from roxxel_dist.model.split import Leaves, trace_module
 from roxxel_dist.train.step.optimizer import Optimizer, for_model, updates_of
 from roxxel_dist.train.step.state import StateBuilder
@@ -239,7 +239,7 @@ def _same(one: ClosedJaxpr, other: ClosedJaxpr) -> bool:
 def _values(build: Callable[[], nnx.Module], layout: Layout) -> dict[str, Any]:
     with devices_of(layout.mesh):
         state, _ = StateBuilder.of_model(build, lambda params: {}, layout.mesh).build()
-    return {name: wide(np.asarray(leaf)) for name, leaf in state.params.items()}
+    return {name: to_float64(np.asarray(leaf)) for name, leaf in state.params.items()}
 
 
 class UpdateCheck:
@@ -250,14 +250,14 @@ class UpdateCheck:
     ) -> None:
         self._program, self._gradient = partial(_program, model, optimizer, weights, steps), gradient
         apply = self._program(single)
-        samples = [apply(moved(gradient, UNIT, seed)) for seed in range(SAMPLES)]
+        samples = [apply(perturb(gradient, UNIT, seed)) for seed in range(SAMPLES)]
         terms = sum(value.size for value in gradient.values())
-        self._reference = of_samples(apply(gradient).values, samples, UNIT, terms, {})
+        self._reference = reference_of_samples(apply(gradient).values, samples, UNIT, terms, {})
 
     def differences(self, layout: Layout, order: Sequence[str]) -> list[Difference]:
         """The parameters whose update differs in a layout; what the optimizer raises there passes."""
         outcome = self._program(layout)(self._gradient)
-        return compared([UPDATE + name for name in order], outcome, self._reference, layout)[0]
+        return compare_results([UPDATE + name for name in order], outcome, self._reference, layout)[0]
 
 
 def _program(

@@ -42,9 +42,9 @@ from roxxel_dist.train.validation.evaluator import (
     ValidationRows,
     gives_nats,
     summarize,
-    why_unknown,
+    unknown_bits_notes,
 )
-from roxxel_dist.train.validation.task_scores import TaskScores, of_task
+from roxxel_dist.train.validation.task_scores import TaskScores, scores_of_task
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
 from roxxel_dist.weights.load import attention_kernel
@@ -144,7 +144,7 @@ def evaluate(
             compiler = AotCompiler(evaluation_mesh(components))
             held.callback(compiler.close)
             state, hparams, evaluator, scores = _measures(components, sets, rows, found, plan, base, compiler)
-            unknown = why_unknown(sets, components.curriculum.primary_streamer, components.loss)
+            unknown = unknown_bits_notes(sets, components.curriculum.primary_streamer, components.loss)
             evaluator.check(shape)
             evaluator.prepare(state, hparams, shape)
             scores.check(state, hparams)
@@ -162,7 +162,7 @@ def evaluate(
             step=step,
             losses=means,
             data=_by_data_set(means, evaluator.reads(shape), evaluator.gives_nats),
-            tasks={task.name: of_task(task.name, of_tasks) for task in found},
+            tasks={task.name: scores_of_task(task.name, of_tasks) for task in found},
             notes=(*filter(None, notes), *unknown),
             logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
         )

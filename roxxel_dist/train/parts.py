@@ -164,7 +164,7 @@ def _mark(code: Iterable[Any], model_args: Any) -> Path:
     return cache_folder() / FOLDER / digest.hexdigest()[:32]
 
 
-def line_for(source: Config | Parts, devices: int, command: str) -> str:
+def unchecked_code_note(source: Config | Parts, devices: int, command: str) -> str:
     """What a run says whose code was never checked; empty for the built-in model, one device, and checked code."""
     code = own_code(source) if devices > 1 else []
     if not code or _mark(code, source.model_args if isinstance(source, Config) else None).exists():

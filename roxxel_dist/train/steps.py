@@ -25,7 +25,7 @@ from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.exact.cost import Key, ShardedMemory, count_calls, key_of, simulated_mesh
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import ShardLayout, placed_as, rows_like, rows_sharding, shapes_of
+from roxxel_dist.train.exact.layout import ShardLayout, place_like, rows_like, rows_sharding, shapes_of
 from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, exact_places
 from roxxel_dist.train.step.compile import AotCompiler, Compiler, StepMemory, batch_key, mesh_of
 from roxxel_dist.train.step.local_sums import accumulation
@@ -267,7 +267,7 @@ class ShardedSteps(Steps):
         )
 
     def _built(self, *, restored: bool, load: Load | None) -> tuple[TrainState, Leaves]:
-        return placed_as(self.builder.build(restored=restored, load=load), self._placed)
+        return place_like(self.builder.build(restored=restored, load=load), self._placed)
 
     @cached_property
     def layout(self) -> ShardLayout:

@@ -38,7 +38,7 @@ from roxxel_dist.process.durable import make_folder, sync_folder
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.weights.base import open_checkpoint
-from roxxel_dist.weights.files import LIMIT, NEWEST, with_state, write_tensors, write_weights
+from roxxel_dist.weights.files import LIMIT, NEWEST, join_state, write_tensors, write_weights
 from roxxel_dist.weights.hf_folder import HF_CONFIG
 from roxxel_dist.weights.load import Weights, weights_of
 
@@ -126,7 +126,7 @@ def _files_of_export(out: Path) -> set[str]:
 
 def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], format: str, limit: int) -> None:
     """Write the weights under our own names, and the files that let a folder be read as a run."""
-    arrays = with_state(params, weights.state)
+    arrays = join_state(params, weights.state)
     sizes = {name: array.nbytes for name, array in arrays.items()}
     if format == "safetensors":
         arrays = ((name, np.asarray(array, order="C")) for name, array in arrays.items())
@@ -327,7 +327,7 @@ def _write(
     shapes |= {name: shape for name, shape in saved.shapes.items() if _is_rest(name)}
     metadata = CheckpointMetadata.from_dict(saved.meta)
     metadata = dataclasses.replace(metadata, adapter_scales=None, base=None, digest="")
-    state = {"params": dict(params)} | ({"rest": files.below(files.REST, rest)} if rest else {})
+    state = {"params": dict(params)} | ({"rest": files.select_prefix(files.REST, rest)} if rest else {})
     try:
         device = jax.devices("cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS may leave the host out

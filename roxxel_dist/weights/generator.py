@@ -169,7 +169,7 @@ class Generator:
         texts, ended = [], 0
         for row, text, whole, kept in zip(rows, prompts, ids, read, strict=True):
             added = "".join(pieces(self.tokenizer, row, text, whole))
-            texts.append("".join(before_stop([added], stops)))
+            texts.append("".join(cut_at_stop([added], stops)))
             ended += texts[-1] == added and self._is_full(len(kept), len(row), max_new_tokens)
         if ended:
             self._say(self._ended(ended, len(rows), max_new_tokens))
@@ -211,7 +211,7 @@ class Generator:
             if self._is_full(len(read), count, max_new_tokens):
                 self._say(self._ended(1, 1, max_new_tokens))
 
-        return before_stop(pieces(self.tokenizer, counted(), prompt, ids), stops)
+        return cut_at_stop(pieces(self.tokenizer, counted(), prompt, ids), stops)
 
     def _ids(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):
@@ -265,7 +265,7 @@ def _stop_texts(stop: str | Sequence[str]) -> list[str]:
     return stops
 
 
-def before_stop(parts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+def cut_at_stop(parts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
     """The pieces of a text, up to the first of some stop texts in it, which may lie across several pieces.
 
     The first one begins before the others, whatever the pieces: where one may begin before another that is whole, it

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.checkpoint import files
-from roxxel_dist.checkpoint.digests import in_words, read_verified
+from roxxel_dist.checkpoint.digests import problems_text, read_verified
 from roxxel_dist.checkpoint.metadata import (
     CHECKPOINTS,
     BaseModelRef,
@@ -113,7 +113,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
             )
         if bucket is not None and (problems := bucket.checkpoints.fetch_model(done)):
             raise UserError(
-                f"the checkpoint of step {done} in {bucket} is damaged ({in_words(problems)}): name another"
+                f"the checkpoint of step {done} in {bucket} is damaged ({problems_text(problems)}): name another"
             )
         params, state, metadata = _of_checkpoint(checkpoints / str(done))
     else:
@@ -141,7 +141,7 @@ def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, n
         folder, older = checkpoint.parent, saved_checkpoints(checkpoint.parent)
         steps = [step for step in sorted(older, reverse=True) if step < int(checkpoint.name)]
         whole = next((step for step in steps if not check_checkpoint(folder / str(step), step)), None)
-        why = in_words(check_checkpoint(checkpoint, int(checkpoint.name))) or files.cause(error)
+        why = problems_text(check_checkpoint(checkpoint, int(checkpoint.name))) or files.cause(error)
         hint = "no older one is complete" if whole is None else f"name step {whole}, the next older complete one"
         raise UserError(f"the checkpoint {checkpoint} is damaged ({why}): {hint}") from error
 
@@ -169,7 +169,7 @@ def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.
                 raise UserError(f"{run} has no weights of step {step}: {known}; leave the step out")
             arrays = {name: tensors.read(name) for name in tensors.shapes()}
         params = {name: array for name, array in arrays.items() if not name.startswith(OF_STATE)}
-        return params, files.below(OF_STATE, arrays), done or 0
+        return params, files.select_prefix(OF_STATE, arrays), done or 0
     if not steps and any((run / name).exists() for name in (CHECKPOINTS, METRICS)):
         raise UserError(f"{run} has no complete checkpoint: train it until its first one is saved")
     if not steps:

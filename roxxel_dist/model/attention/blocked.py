@@ -111,7 +111,9 @@ def _range(labels: jax.Array) -> jax.Array:
     return jnp.stack([labels.min(-1), labels.max(-1)])
 
 
-def over_keys(i: jax.Array, at: Blocks, size: int, of_row: int, body: Any, start: Any, *, but_own: bool = False) -> Any:
+def loop_over_keys(
+    i: jax.Array, at: Blocks, size: int, of_row: int, body: Any, start: Any, *, but_own: bool = False
+) -> Any:
     """`jax.lax.fori_loop` over the blocks of keys that block `i` of queries attends to; `but_own`: without its own.
 
     Their number differs between blocks and devices, and the program has it as data. So a scope says how many they are
@@ -144,7 +146,7 @@ def blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, of_row
 
         each = q.shape[1:-1]
         empty = jnp.full(each, HIDDEN), jnp.zeros(each), jnp.zeros((*each, v.shape[-1]))
-        top, total, mixed = over_keys(i, at, q.shape[-2], of_row, keys, empty)
+        top, total, mixed = loop_over_keys(i, at, q.shape[-2], of_row, keys, empty)
         return None, ((mixed / total[..., None]).astype(v.dtype), top + jnp.log(total))
 
     return jax.lax.scan(queries, None, jnp.arange(q.shape[0]))[1]
@@ -181,7 +183,7 @@ def blocked_backward(
             return d_q, d_k.at[j].add(of_k), d_v.at[j].add(of_v)
 
         start = (jnp.zeros(q.shape[1:]), *d_keys)
-        d_q, *d_keys = over_keys(i, at, q.shape[-2], of_row, keys, start)
+        d_q, *d_keys = loop_over_keys(i, at, q.shape[-2], of_row, keys, start)
         return tuple(d_keys), d_q.astype(q.dtype)
 
     (d_k, d_v), d_q = jax.lax.scan(queries, (jnp.zeros(k.shape), jnp.zeros(v.shape)), jnp.arange(q.shape[0]))

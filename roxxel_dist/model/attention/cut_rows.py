@@ -32,9 +32,9 @@ from roxxel_dist.model.attention.mask import LANES, RESIDUALS, KernelName, Mask,
 from roxxel_dist.model.attention.vendor_kernels import (
     LARGEST_BLOCK,
     PAIRS,
+    pad_widths,
     splash_block,
     splash_kernel,
-    with_equal_widths,
 )
 
 NOWHERE = -(1 << 31)
@@ -244,7 +244,7 @@ def cut_attention(
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _: Any) -> jax.Array:
         if kernel == "cudnn":
-            mixed: Any = _local(*with_equal_widths(q, k, v), mask, cut, PAIRS)
+            mixed: Any = _local(*pad_widths(q, k, v), mask, cut, PAIRS)
         else:
             grouped = q.reshape(*q.shape[:2], k.shape[2], heads // groups, q.shape[-1])
             mixed = _local(grouped, k, v, mask, cut, BLOCKED)

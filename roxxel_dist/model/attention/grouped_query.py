@@ -82,7 +82,7 @@ class Attention(Heads):
 
         def init(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
             # Drawn in the ungrouped layout of older versions, so that a seed gives the same weights.
-            return grouped(nnx.initializers.normal(config.init_std)(key, shape, dtype), out)
+            return group_heads(nnx.initializers.normal(config.init_std)(key, shape, dtype), out)
 
         axes = (FSDP, TENSOR, None, None)
         self.qkv: nnx.LinearGeneral = linear(
@@ -144,7 +144,7 @@ def out_projection(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.Linea
     return linear(config, "attention", width, config.dim, (TENSOR, FSDP), init, rngs)
 
 
-def grouped(flat: Any, shape: Sequence[int]) -> Any:
+def group_heads(flat: Any, shape: Sequence[int]) -> Any:
     """[..., G R K + 2 G K], all queries, then all keys, then all values, to [..., G, R + 2, K]."""
     groups, per_group, size = shape
     whole, queries = groups * size, groups * (per_group - 2) * size

@@ -14,8 +14,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from roxxel_dist.cluster import jax_private
-from roxxel_dist.model.attention.blocked import BLOCK, Blocks, Form, attend_in_blocks, join_rows, over_keys, split_rows
-from roxxel_dist.model.attention.mask import LANES, RESIDUALS, Mask, on_own_rows, pad_tokens
+from roxxel_dist.model.attention.blocked import (
+    BLOCK,
+    Blocks,
+    Form,
+    attend_in_blocks,
+    join_rows,
+    loop_over_keys,
+    split_rows,
+)
+from roxxel_dist.model.attention.mask import LANES, RESIDUALS, Mask, map_own_rows, pad_tokens
 
 LONGEST_BIAS = 2048
 """Tokens of a row of documents, up to which cuDNN has one bias of it: an array that is added to its scores."""
@@ -34,12 +42,12 @@ def cudnn_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.A
     assert mask.by_place, "likewise"
     length, values = q_BxLxHxK.shape[1], v_BxLxGxV.shape[-1]
     count, size = blocks_of(length, packed=mask.segments is not None)
-    q, k, v = (pad_tokens(x, count * size) for x in with_equal_widths(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV))
+    q, k, v = (pad_tokens(x, count * size) for x in pad_widths(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Any:
         return _whole(q, k, v, mask) if count == 1 else attend_in_blocks(PAIRS, q, k, v, mask, size)
 
-    return on_own_rows(local, q, k, v, mask.scaled(q_BxLxHxK.shape[-1]).pad(count * size))[:, :length, :, :values]
+    return map_own_rows(local, q, k, v, mask.scaled(q_BxLxHxK.shape[-1]).pad(count * size))[:, :length, :, :values]
 
 
 def blocks_of(length: int, packed: bool) -> tuple[int, int]:
@@ -54,7 +62,7 @@ def blocks_of(length: int, packed: bool) -> tuple[int, int]:
     return count, -(-length // (count * LANES)) * LANES
 
 
-def with_equal_widths(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+def pad_widths(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
     """The same with as many channels each: zeros add nothing to a score."""
     widest = max(k.shape[-1], v.shape[-1])
     return tuple(jnp.pad(x, [(0, 0)] * 3 + [(0, widest - x.shape[-1])]) for x in (q, k, v))
@@ -136,7 +144,7 @@ def pairs_forward(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, of_row: 
 
         mixed, log_sums = pair(i, at.number[i], causal=True)
         start = mixed.astype(jnp.float32), log_sums
-        mixed, log_sums = over_keys(i, at, size, of_row, keys, start, but_own=True)
+        mixed, log_sums = loop_over_keys(i, at, size, of_row, keys, start, but_own=True)
         return None, (mixed.astype(v.dtype), log_sums)
 
     return jax.lax.scan(queries, None, jnp.arange(q.shape[0]))[1]
@@ -166,7 +174,7 @@ def pairs_backward(
             return d_q + more[0], d_k.at[j].add(more[1]), d_v.at[j].add(more[2])
 
         start = pair(at.number[i], (jnp.zeros(q.shape[1:]), *d_keys), causal=True)
-        d_q, *d_keys = over_keys(i, at, size, of_row, pair, start, but_own=True)
+        d_q, *d_keys = loop_over_keys(i, at, size, of_row, pair, start, but_own=True)
         return tuple(d_keys), d_q.astype(q.dtype)
 
     (d_k, d_v), d_q = jax.lax.scan(queries, (jnp.zeros(k.shape), jnp.zeros(v.shape)), jnp.arange(q.shape[0]))
@@ -234,4 +242,4 @@ def splash_attention(
         in_axes = 0, 0, 0, None if mask.segments is None else 0
         return jax.vmap(row, in_axes=in_axes)(q, k, v, mask.segments)
 
-    return on_own_rows(local, q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, mask.scaled(q_BxLxHxK.shape[-1]))
+    return map_own_rows(local, q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, mask.scaled(q_BxLxHxK.shape[-1]))

@@ -19,7 +19,7 @@ from roxxel_dist.cluster.mesh import EXPERT, FSDP, TENSOR, TOKENS, device_type
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES
 from roxxel_dist.cluster.step_parts import EXPERTS
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.experts.exchange import of_own_experts, rows_at, through_experts
+from roxxel_dist.model.experts.exchange import apply_experts, apply_own_experts, rows_at
 from roxxel_dist.model.experts.grouped_products import grouped_product, missing_kernel
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
@@ -99,7 +99,7 @@ class Slots(NamedTuple):
         return cls(slot_BxA.reshape(-1).astype(jnp.int32), choice_BxExC.swapaxes(0, 1).reshape(-1))
 
 
-def through_slots(
+def apply_by_slots(
     x_NxD: jax.Array, chosen_NxK: jax.Array, matrices: Any, activate: Activation, capacity: Capacity, devices: int
 ) -> jax.Array:
     """The outputs of the experts of whole rows, 0 for choices that are dropped.
@@ -160,11 +160,11 @@ def experts(
     Returns:
         [N, D] in the type of x.
     """
-    form = ragged if by_groups(chosen_NxK.size, len(second_ExFxD), chosen_NxK.shape[1]) else dense
+    form = ragged if uses_ragged(chosen_NxK.size, len(second_ExFxD), chosen_NxK.shape[1]) else dense
     return form(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD, activate)
 
 
-def by_groups(rows: int, count: int, top_k: int) -> bool:
+def uses_ragged(rows: int, count: int, top_k: int) -> bool:
     """Whether so many rows are computed by `ragged`, each for one of `count` experts.
 
     A GPU's kernel is further from the peak than a plain product is, so it must save half of the work.
@@ -208,10 +208,10 @@ def ragged(
     inner_AxPF = product(x_AxD, first_ExDxPxF.reshape(count, dim, -1), count_E)
     y_AxD = product(activate(inner_AxPF.reshape(-1, *inner)), second_ExFxD, count_E)
     chosen_AxD = rows_at(y_AxD, place_A, order_A, 1)
-    return gated(gates_NxK, chosen_AxD.reshape(*chosen_NxK.shape, -1))
+    return gate_outputs(gates_NxK, chosen_AxD.reshape(*chosen_NxK.shape, -1))
 
 
-def gated(gates_NxK: jax.Array, y_NxKxD: jax.Array) -> jax.Array:
+def gate_outputs(gates_NxK: jax.Array, y_NxKxD: jax.Array) -> jax.Array:
     """[N, D]: the sum of the outputs of a row's experts, in float32, with their weights."""
     return jnp.einsum("nk,nkd->nd", gates_NxK, y_NxKxD.astype(jnp.float32)).astype(y_NxKxD.dtype)
 
@@ -355,7 +355,7 @@ def by_device(
     the few of a text that is generated, are on all devices then, and each computes those of its experts.
 
     With a `capacity` choices beyond it are dropped: a device with whole rows computes slots of a fixed number, see
-    `through_slots`; where devices share rows, dropped choices are computed, with weight 0.
+    `apply_by_slots`; where devices share rows, dropped choices are computed, with weight 0.
     """
     mesh, count = jax.sharding.get_abstract_mesh(), len(second_ExFxD)
     automatic = not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
@@ -374,7 +374,7 @@ def by_device(
     def of_rows(x: jax.Array, chosen: jax.Array, gates: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
         if capacity is None:
             return experts(x, chosen, gates, first, second, activate)
-        return gated(gates, through_slots(x, chosen, (first, second), activate, capacity, count // len(second)))
+        return gate_outputs(gates, apply_by_slots(x, chosen, (first, second), activate, capacity, count // len(second)))
 
     if alone:
         return of_rows(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD)
@@ -384,9 +384,9 @@ def by_device(
 
     def local(x: jax.Array, chosen: jax.Array, gates: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
         if everywhere:
-            y_NxD = gated(gates, of_own_experts(x, chosen, (first, second), compute))
+            y_NxD = gate_outputs(gates, apply_own_experts(x, chosen, (first, second), compute))
         elif divided and capacity is None:
-            y_NxD = gated(gates, through_experts(x, chosen, (first, second), len(second), compute, rows))
+            y_NxD = gate_outputs(gates, apply_experts(x, chosen, (first, second), len(second), compute, rows))
         else:
             y_NxD = of_rows(x, chosen, gates, first, second)
         return y_NxD if shares is None else jax.lax.psum(y_NxD, shares)

@@ -35,7 +35,7 @@ from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.step.throughput import device_bytes
 from roxxel_dist.utils.display import size
-from roxxel_dist.weights.base import with_base
+from roxxel_dist.weights.base import add_base
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def open_components(
     with contextlib.ExitStack() as held:
         with usage_errors():
             saved = {} if request.run is None else _saved(request.run)
-            config, note = with_base(config)
+            config, note = add_base(config)
             config = config.with_absolute_paths()
             config.validate()
             if saved:  # what `train` refuses of a resumed run, and takes of one that is amended
@@ -97,7 +97,7 @@ def open_components(
         yield components, notes
 
 
-def for_target(
+def run_for_target(
     function: Callable[..., Any], config: Any, data_path: str | Path | None, request: EstimateRequest
 ) -> Any:
     """`function(report, target, config, data_path, request, folder)` in a process with the target's environment; the
@@ -175,7 +175,7 @@ def problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int) 
     )
 
 
-def checkpointing(config: Any) -> list[dict[str, Any]]:
+def checkpointing_changes(config: Any) -> list[dict[str, Any]]:
     """The changes of a config with the built-in model that compute more blocks again, the cheapest first."""
     levels = {False: ("products", True), "products": (True,), True: ()}[config.gradient_checkpointing]
     return [{"gradient_checkpointing": level} for level in levels]
@@ -193,7 +193,7 @@ def _changes(config: Any, rows: int, devices: int) -> list[dict[str, Any]]:
     if config.grad_accum < most:
         changes.append({"grad_accum": most})
     if config.model is None:
-        changes += checkpointing(config)
+        changes += checkpointing_changes(config)
     every = {name: value for change in changes for name, value in change.items()}
     changes += [every] if len(changes) > 1 else []
     tensor = math.gcd(devices, 4)

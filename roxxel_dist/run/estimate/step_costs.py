@@ -49,10 +49,10 @@ def costs_of(cost: ProgramCost, device_kind: str) -> tuple[PartCost, ...]:
     parts: dict[str, list[Kernel]] = {}
     for kernel in cost.kernels:
         parts.setdefault(part_of(kernel.paths), []).append(kernel)
-    return by_length(_cost(part, kernels, device) for part, kernels in parts.items())
+    return sort_by_length(_cost(part, kernels, device) for part, kernels in parts.items())
 
 
-def by_length(costs: Iterable[PartCost]) -> tuple[PartCost, ...]:
+def sort_by_length(costs: Iterable[PartCost]) -> tuple[PartCost, ...]:
     """The longest first."""
     return tuple(sorted(costs, key=lambda cost: -cost.milliseconds))
 
@@ -90,13 +90,13 @@ def link_seconds(device: Accelerator, sent_bytes: float, network_bytes: float) -
     return seconds
 
 
-def summed(programs: Iterable[tuple[Sequence[PartCost], float]]) -> tuple[PartCost, ...]:
+def sum_costs(programs: Iterable[tuple[Sequence[PartCost], float]]) -> tuple[PartCost, ...]:
     """The parts of several programs together, each run so many times; the longest first."""
     parts: dict[str, list[tuple[PartCost, float]]] = {}
     for costs, times in programs:
         for cost in costs:
             parts.setdefault(cost.part, []).append((cost, times))
-    return by_length(_sum(part, found) for part, found in parts.items())
+    return sort_by_length(_sum(part, found) for part, found in parts.items())
 
 
 def _sum(part: str, costs: Sequence[tuple[PartCost, float]]) -> PartCost:

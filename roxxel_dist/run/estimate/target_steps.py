@@ -26,7 +26,7 @@ from roxxel_dist.run.estimate.step_costs import (
     costs_of,
     link_seconds,
     roofline_seconds,
-    summed,
+    sum_costs,
 )
 from roxxel_dist.run.estimate.target_process import Report
 from roxxel_dist.settings.config import Config
@@ -208,7 +208,7 @@ def measure_step(
         for total, part in ((sent, cost.collectives), (limits, cost.bound_seconds)):
             for name, value in part.items():
                 total[name] += count * value  # pyright: ignore[reportArgumentType]
-    parts = summed((compiled.costs[key].costs, count) for key, count in calls.items())
+    parts = sum_costs((compiled.costs[key].costs, count) for key, count in calls.items())
     memory = steps.compiled_memory(kind, batch, programs)
     step = TargetStep(
         peak_bytes=memory.peak,
@@ -242,7 +242,7 @@ COMPILED_AT_ONCE = 2
 """The compilers use few threads each; more programs at once would need more memory than most machines have."""
 
 
-def on_target(
+def measure_phases(
     target: TargetCompiler,
     components: RunComponents,
     steps: Steps,

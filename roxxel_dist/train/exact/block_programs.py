@@ -40,7 +40,7 @@ from roxxel_dist.train.exact.compiled_step import Exchange
 from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms, Sums
 from roxxel_dist.train.exact.layout import Programs, ShardLayout, shapes_of
 from roxxel_dist.train.exact.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
-from roxxel_dist.train.step.average import inner_state, with_average
+from roxxel_dist.train.step.average import inner_state, next_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
 from roxxel_dist.train.step.compile import Compiler
 from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
@@ -159,7 +159,7 @@ class BlockPrograms:
         rule = self.optimizer.build(self.optimizer.for_batch(hparams, self.batch), numbers.step, numbers.norm)
         changes, inner = updates_of(rule, grads, inner_state(opt_state), params, numbers.loss)
         after: Any = optax.apply_updates(params, changes)
-        inner = with_average(opt_state, inner, after, hparams.get(EMA), numbers.good)
+        inner = next_average(opt_state, inner, after, hparams.get(EMA), numbers.good)
         leaves = jax.tree.leaves((after, inner))
         if self.programs.skip_bad:
             leaves = [
@@ -176,7 +176,7 @@ def squares_of(leaves: Any) -> jax.Array:
     return reduce(jnp.add, sums, jnp.float32(0))
 
 
-def with_update_norm(metrics: Metrics, squares: list[jax.Array]) -> Metrics:
+def add_update_norm(metrics: Metrics, squares: list[jax.Array]) -> Metrics:
     """The metrics with the norm of the update, of the squares of blocks, float32[1, V], and of groups, float32[1]."""
     total = reduce(jnp.add, [each.sum() for each in squares])
     return metrics._replace(scalars={**metrics.scalars, "update_norm": jnp.sqrt(total)})
@@ -226,7 +226,7 @@ class BlockCompiler:
             blocks=blocks,
             groups=[*large, self._small_group(small, inputs)],
             cut_rest=Cut.compile_cut(layout, self.state.rest, self.compiler),
-            norm=self.compiler.each(jax.jit(with_update_norm), (metrics, changes), layout.devices[:1])[0],
+            norm=self.compiler.each(jax.jit(add_update_norm), (metrics, changes), layout.devices[:1])[0],
         )
 
     def each(self, function: Any, *args: Any, donate: tuple[int, ...] = ()) -> Programs:
@@ -269,7 +269,7 @@ class BlockCompiler:
 
     def _split(self, shares: Packed, rest: Packed, count: int, device: Any) -> Any:
         def open_shares(shares: Packed, rest: Packed) -> Any:
-            return in_blocks(shares, count, self.ownership.most), self.programs.weight_of(rest)
+            return split_blocks(shares, count, self.ownership.most), self.programs.weight_of(rest)
 
         return self.compiler.each(jax.jit(open_shares), (shares, rest), [device])[0]
 
@@ -360,7 +360,7 @@ class BlockCompiler:
             return (), ()
 
         def open_blocks(chunks: list[jax.Array]) -> list[list[jax.Array]]:
-            return in_blocks(chunks, here, here)
+            return split_blocks(chunks, here, here)
 
         every = [self._flat(share, here) for share in chunks]
         return self._gathers(owner.gather_team, chunks), self.each(open_blocks, every)
@@ -389,7 +389,7 @@ class BlockCompiler:
         return self.each(take_block, kept, number), self.each(put_block, kept, list(blocks), number, donate=(0,))
 
 
-def in_blocks(tree: Any, count: int, most: int) -> list[Any]:
+def split_blocks(tree: Any, count: int, most: int) -> list[Any]:
     """The first `count` blocks of a tree of arrays of `most`, [1, most x N]."""
 
     def block(flat: jax.Array, k: int) -> jax.Array:

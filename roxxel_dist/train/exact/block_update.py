@@ -54,7 +54,7 @@ def copies(tree: Any, devices: Sequence[Any]) -> list[Any]:
     return [jax.tree.unflatten(treedef, [part[device] for part in parts]) for device in devices]
 
 
-def along(layout: ShardLayout, pieces: Sequence[jax.Array]) -> jax.Array:
+def line_array(layout: ShardLayout, pieces: Sequence[jax.Array]) -> jax.Array:
     """[1, N] arrays of the devices of this process, in order, as a part of one array [devices, N]."""
     shape = (layout.line.size, *pieces[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, layout.cut, list(pieces), dtype=pieces[0].dtype)
@@ -64,7 +64,7 @@ def run_across(layout: ShardLayout, program: Any, own: Sequence[jax.Array]) -> l
     """What a program of `compile_across` gives, by device of this process; as it is where there is none."""
     if program is None:
         return list(own)
-    every = program(along(layout, own))
+    every = program(line_array(layout, own))
     return [every.addressable_data(i) for i in range(len(own))]
 
 

@@ -310,7 +310,7 @@ class Sent:
         own = [[{str(i): tree.pop(name) for i, name in enumerate(self.names)} for tree in trees] for trees in sums]
         arranged = [arrange(trees) for arrange, trees in zip(self.arrange, own, strict=True)]
         del own
-        # As `along` has it.
+        # As `line_array` has it.
         total = self.send(
             {
                 name: jax.make_array_from_single_device_arrays(

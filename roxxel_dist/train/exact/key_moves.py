@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.attention.cut_rows import RowCut
-from roxxel_dist.train.exact.block_update import along, copies
+from roxxel_dist.train.exact.block_update import copies, line_array
 from roxxel_dist.train.exact.compiled_step import SumTree, add_sums, subtrees, total_of
 from roxxel_dist.train.exact.layout import SHARDS, Programs, ShardLayout
 from roxxel_dist.train.step.compile import Compiler
@@ -317,7 +317,7 @@ class UnevenKeyMoves:
 
     def _across(self, program: Any, own: list[Any]) -> list[Any]:
         """What a program of all devices gives each device of this process, of what each has."""
-        whole = program(jax.tree.map(lambda *each: along(self.layout, each), *own))
+        whole = program(jax.tree.map(lambda *each: line_array(self.layout, each), *own))
         return [jax.tree.map(lambda leaf, i=i: leaf.addressable_data(i), whole) for i in range(len(own))]
 
 

@@ -129,7 +129,7 @@ def rows_sharding(sharding: NamedSharding, virtual_shards: int) -> NamedSharding
     return NamedSharding(sharding.mesh, P()) if virtual_shards % sharding.mesh.size else sharding
 
 
-def placed_as(tree: Any, like: Any) -> Any:
+def place_like(tree: Any, like: Any) -> Any:
     """A tree of arrays of one device, the same in each process, on the mesh: placed as `like`, its shapes, says.
 
     Of shapes it gives shapes with that sharding.

@@ -13,7 +13,7 @@ from roxxel_dist.model.attention.cut_rows import RowCut
 from roxxel_dist.train.exact.block_programs import BlockPrograms
 from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms
 from roxxel_dist.train.exact.layout import ShardLayout, rows_like, shapes_of
-from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Kept, Piece, PiecePrograms, in_blocks
+from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Kept, Piece, PiecePrograms, split_tokens
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
 
@@ -150,7 +150,7 @@ def piece_of(cut: RowCut, batch: Any, shard: jax.Array) -> tuple[Piece, jax.Arra
     inputs, targets = tokens[:-1], tokens[1:]
     counted = jnp.ones(targets.shape, bool) if segments is None else segments[1:] == segments[:-1]
     places = jnp.arange(inputs.shape[0]) if positions is None else positions[:-1]
-    split = partial(in_blocks, cut)
+    split = partial(split_tokens, cut)
     # Padding counts nothing, and no token before it attends to it.
     piece = Piece(split(inputs), split(targets), split(counted, repeat=False), split(places))
     return Piece(*(each[numbers] for each in piece)), None if segments is None else split(segments[:-1])

@@ -40,7 +40,7 @@ from roxxel_dist.train.exact.gradient import (
 from roxxel_dist.train.step.step import BALANCE, divisor
 
 
-def in_blocks(cut: RowCut, x_L: jax.Array, *, repeat: bool = True) -> jax.Array:
+def split_tokens(cut: RowCut, x_L: jax.Array, *, repeat: bool = True) -> jax.Array:
     """[L] numbers of the tokens of a row to [M, C], M blocks of C tokens; the last one is repeated at the end, so that
     padding is like a token, or else it is 0."""
     short = [(0, cut.tokens - x_L.shape[0])]
@@ -60,7 +60,7 @@ def only_block(blocks: Any) -> Block:
     return nnx.merge(graphdef, shared, jax.tree.map(lambda leaf: leaf[0], layers), copy=True)
 
 
-def before_attention(block: Block, x_NxCxD: jax.Array, position_NxC: jax.Array) -> tuple[Any, ...]:
+def attention_inputs(block: Block, x_NxCxD: jax.Array, position_NxC: jax.Array) -> tuple[Any, ...]:
     """Queries [N, 1, G, H / G, C, K], keys [N, 1, G, C, K] and values [N, 1, G, C, V] of a shard, as in
     `attention_kernels`; and [N, C, D] the normed input, where the attention has a gate that needs it, else None."""
     normed = block.attention_input(x_NxCxD)
@@ -70,7 +70,7 @@ def before_attention(block: Block, x_NxCxD: jax.Array, position_NxC: jax.Array) 
     return *(jnp.moveaxis(each, 1, -2)[:, None] for each in (q, k, v)), None if block.attention.gate is None else normed
 
 
-def after_attention(
+def finish_block(
     block: Block, x_NxCxD: jax.Array, mixed: jax.Array, normed_NxCxD: jax.Array | None
 ) -> tuple[jax.Array, Balance]:
     """[N, C, D] the output of a block, and the balance of its experts.
@@ -108,7 +108,7 @@ class Kept(NamedTuple):
     x: Any
     """[N, C, D], the block's input."""
     q: Any
-    """Queries, as `before_attention` gives them."""
+    """Queries, as `attention_inputs` gives them."""
     normed: Any
     kv: Any
     """Keys and values of the shard; for the programs those of its whole row."""
@@ -200,8 +200,8 @@ class PiecePrograms:
         return pack(jax.vjp(lambda own: function(own, piece.tokens, piece.positions), own)[1](d_x)[0])
 
     def before(self, model: Model, shard: jax.Array, layer: jax.Array, position: jax.Array, x: jax.Array) -> Any:
-        """What `before_attention` gives."""
-        own, function = self._function(BEFORE, model, shard, layer, before_attention)
+        """What `attention_inputs` gives."""
+        own, function = self._function(BEFORE, model, shard, layer, attention_inputs)
         return function(own, x, position)
 
     def before_back(
@@ -210,7 +210,7 @@ class PiecePrograms:
         """(the gradients of the parameters, that of the block's input) where `after_back` gave `d_x`."""
 
         def compute(block: Any, x: jax.Array) -> Any:
-            q, *kv, normed = before_attention(block, x, position)
+            q, *kv, normed = attention_inputs(block, x, position)
             return q, *(each.astype(jnp.float32) for each in kv), normed
 
         grads, more = self._pull_back(BEFORE, model, shard, layer, compute, (x,), (d_q, *d_kv, d_normed))
@@ -222,7 +222,7 @@ class PiecePrograms:
         """[N, C, D] a block's output, the balance up to here, and what the heads gathered, with sums."""
         (k, v), at = kept.kv, self._keys(shard, segments, kept.q)
         mixed, log_sums = blocked_forward(kept.q, k, v, at, self.cut.row_blocks)
-        own, function = self._function(AFTER, model, shard, layer, after_attention)
+        own, function = self._function(AFTER, model, shard, layer, finish_block)
         x, more = function(own, kept.x, mixed, kept.normed)
         load = None if balance.load is None else balance.load.at[layer].set(more.load)
         return x, Balance(balance.loss + more.loss, load), mixed, log_sums
@@ -233,7 +233,7 @@ class PiecePrograms:
         """The gradients of parameters, of `x`, `q`, `normed`, and float32 of `kv`."""
 
         def compute(*args: Any) -> tuple[jax.Array, jax.Array]:
-            x, balance = after_attention(*args)
+            x, balance = finish_block(*args)
             return x, balance.loss
 
         args = kept.x, kept.mixed, kept.normed

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.block_update import BlockNumbers, Inputs, along, copies
+from roxxel_dist.train.exact.block_update import BlockNumbers, Inputs, copies, line_array
 from roxxel_dist.train.exact.blocks import Ownership, Selection
 from roxxel_dist.train.exact.layout import SHARDS, Programs, ShardLayout
 from roxxel_dist.train.step.compile import Compiler
@@ -212,7 +212,7 @@ class SpreadGroup:
         """
         layout = self.arrays.layout
         grads.clear()
-        arrays, sums = self.arrays.global_arrays(own), [along(layout, each) for each in zip(*chunks, strict=True)]
+        arrays, sums = self.arrays.global_arrays(own), [line_array(layout, each) for each in zip(*chunks, strict=True)]
         chunks.clear()
         squares: list[list[jax.Array]] = [[] for _ in own]
         for on_mesh, on_line in self.numbers:

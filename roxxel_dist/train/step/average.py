@@ -37,7 +37,7 @@ def _is_schedule_free(node: Any) -> bool:
     return isinstance(node, ScheduleFreeState)
 
 
-def with_average(before: Any, inner: Any, params: Leaves, decay: jax.Array | None, steps: jax.Array) -> Any:
+def next_average(before: Any, inner: Any, params: Leaves, decay: jax.Array | None, steps: jax.Array) -> Any:
     """The optimizer's state after an update: the `inner` one, and beside it the average, where the state has one.
 
     Args:

@@ -86,7 +86,7 @@ class TextOfSets:
         return {name: byte_counter(one.text_bytes, self.scales[name]) for name, one in self.tokenizers.items()}
 
 
-def why_unknown(sets: Mapping[str, Roxxel], train: Roxxel, loss_fn: LossFn) -> Iterator[str]:
+def unknown_bits_notes(sets: Mapping[str, Roxxel], train: Roxxel, loss_fn: LossFn) -> Iterator[str]:
     """A line for each set to validate on whose bits per byte are not known although it has a tokenizer."""
     for name, data in sets.items() if loss_fn in (token_losses, next_token_loss) else ():
         if data.num_tokens and _tokenizer(data, train) is not None and data.text_scale(train.tokenizer) is None:
