@@ -97,7 +97,7 @@ class RunRecord:
         return (RunMetadata.of_saved(self.saved).forked_from or {}).get("step", 0)
 
     def segments(self) -> list[Segment]:
-        """In the order of steps, each up to the start of the next; without steps that the run went back over."""
+        """Segments in the order of steps, each up to the start of the next, without what the run went back over."""
         record = RunMetadata.of_saved(self.saved)
         configs = [{name: value for name, value in self.saved.items() if name != RECORD}]
         for resume in reversed(record.resumes):

@@ -153,11 +153,11 @@ class DigestTable:
     """Digests that `meta.json` may have: two while a run goes back to the checkpoint and rewrites the file."""
 
     def write(self, path: Path) -> None:
-        """In one instant. Raises OSError."""
+        """Write the table in one instant. Raises OSError."""
         write_file(path, self.to_json())
 
     def to_json(self) -> str:
-        """As it is written."""
+        """The table as it is written."""
         blocks = {name: [[*block] for block in blocks] for name, blocks in self.blocks.items()}
         text = json.dumps(
             {"format": FORMAT, "step": self.step, "meta": self.meta, "files": self.files, "blocks": blocks}

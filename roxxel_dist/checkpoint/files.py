@@ -70,7 +70,7 @@ CAUSES = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Within it nothing of Orbax is logged: it warns of much that is meant so here, and logs the traceback of a failed
+    """Log nothing of Orbax within: it warns of much that is meant so here, and logs the traceback of a failed
     save that is reported anyway."""
 
     def others(record: logging.LogRecord) -> bool:
@@ -180,7 +180,7 @@ def array_handler() -> ocp.PyTreeCheckpointHandler:
 
 @cache
 def drop_late_reads() -> None:
-    """From now on, no traceback of a read that ends after its event loop.
+    """Print no traceback of a read that ends after its event loop, from now on.
 
     Where an array cannot be read, Orbax raises and closes its loop, while tensorstore reads the other arrays. The end
     of each cannot be given to the loop, and would print a traceback, behind the message that matters.
@@ -343,7 +343,7 @@ def select_prefix(prefix: str, shapes: Mapping[str, _Value]) -> dict[str, _Value
 
 
 def parameter_shapes(shapes: Mapping[str, list[Any]]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of a train state's `shapes`, those of the parameters, by name."""
+    """The shapes of the parameters among a train state's, by name."""
     mine = select_prefix(PARAMS, shapes)
     return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind)) for name, (*shape, kind) in mine.items()}
 
@@ -377,7 +377,7 @@ def read_model(
 
 
 def read_named(checkpoint: Path, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Some arrays of a checkpoint by their names in `shapes`, whole and in memory."""
+    """Read some arrays of a checkpoint by their names in `shapes`, whole and in memory."""
     with quiet_orbax(), contextlib.closing(array_handler()) as handler:
         tree = handler.metadata(epath.Path(checkpoint / STATE)).tree
         named = partial(jax.tree_util.keystr, simple=True, separator="/")

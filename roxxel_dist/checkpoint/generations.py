@@ -50,7 +50,7 @@ class Inventory:
     damaged: list[str] = field(default_factory=list)
 
     def to_text(self) -> str:
-        """As other ranks read it: numbers of blocks are far apart, and alike in all files, so they are a few bytes."""
+        """The text that other ranks read: numbers of blocks are far apart, and alike in all files, so a few bytes."""
         values = asdict(self)
         for entry in values["generations"]:
             entry["numbers"], entry["header"]["needs"] = map(_steps, (entry["numbers"], entry["header"]["needs"]))

@@ -47,7 +47,7 @@ class MetaFile(NamedTuple):
         return cls(saved["shapes"], saved["meta"], saved["val_loss"])
 
     def to_json(self) -> str:
-        """As it is written."""
+        """The file as it is written."""
         return json.dumps({"format": FORMAT, "val_loss": self.val_loss, "shapes": self.shapes, "meta": self.meta})
 
 
@@ -188,7 +188,7 @@ class EarlyStopping:
     """The rows on which it was measured, in words; empty if not known."""
 
     def after(self, val_loss: float) -> "EarlyStopping":
-        """With the loss of one more validation."""
+        """The state with the loss of one more validation."""
         best = not isnan(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
         after = self.patient(0 if best else self.evals_since_best + 1)
         return replace(after, best_loss=val_loss) if best else after
@@ -224,7 +224,7 @@ class BaseModelRef:
         return CheckpointRef(self.run, self.step or None)
 
     def at(self, init_from: str | None) -> "BaseModelRef":
-        """Where it is now, if the config of the run of adapters says `init_from`.
+        """The base where it is now, if the config of the run of adapters says `init_from`.
 
         Another text than before names its new place, as the same one does where the base is no longer at its old one.
         """
@@ -236,7 +236,7 @@ class BaseModelRef:
         return replace(self, run=moved.run, step=step, init_from=init_from)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values for JSON."""
         return {
             "run": absolute(self.run),
             "step": self.step,
@@ -246,7 +246,7 @@ class BaseModelRef:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "BaseModelRef":
-        """From what `to_dict` gave."""
+        """Read what `to_dict` gave."""
         return cls(Path(saved["run"]), saved["step"], saved["asked"], saved.get("fingerprint", ""))
 
 
@@ -281,7 +281,7 @@ class CheckpointMetadata:
     """`determinism.numerics_fingerprint` of the process of a run with virtual shards; empty as `grad_accum` is None."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values for JSON."""
         return {
             **vars(self),
             "early_stopping": vars(self.early_stopping),
@@ -291,7 +291,7 @@ class CheckpointMetadata:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "CheckpointMetadata":
-        """From what `to_dict` gave; of a `Checkpointer`'s checkpoint, all is empty."""
+        """Read what `to_dict` gave; of a `Checkpointer`'s checkpoint, all is empty."""
         if "plan" not in saved:
             return cls()
         base = None if saved["base"] is None else BaseModelRef.from_dict(saved["base"])

@@ -118,7 +118,7 @@ class CheckpointReader:
         return best_of(self._saved)
 
     def val_loss(self, step: int) -> float | None:
-        """That a checkpoint was saved with; None without one, or where it is no number."""
+        """The val_loss that a checkpoint was saved with; None without one, or where it is no number."""
         return self._saved.get(step)
 
     def close(self, limit_s: float | None = None) -> None:
@@ -149,7 +149,7 @@ class CheckpointReader:
         return self._restore(step, like, whole=True)
 
     def restore_model(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        """Some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
+        """Restore some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
 
         Raises what `restore` does.
         """

@@ -90,7 +90,7 @@ class ByteRange(NamedTuple):
 
     @classmethod
     def parse(cls, location: str) -> Self:
-        """Of "value:FOLDER:FILE:OFFSET:BYTES", FOLDER that of a rank's own database."""
+        """Parse "value:FOLDER:FILE:OFFSET:BYTES", FOLDER that of a rank's own database."""
         _, folder, file, offset, size = location.split(":")
         return cls(folder + file, int(offset), int(offset) + int(size))
 
@@ -185,7 +185,7 @@ class Verdict:
 
 
 def verify_checkpoints(folder: Path, steps: list[int], progress: CountBytes) -> Iterator[Verdict]:
-    """Of each step: its files and the arrays in them."""
+    """Verdicts on each step: its files and the arrays in them."""
     for step in steps:
         checkpoint = folder / str(step)
         problems = check_checkpoint(checkpoint, step, progress)
@@ -224,7 +224,7 @@ def _weights_in(path: Path) -> list[Path]:
 
 
 def verify_export(path: Path, progress: CountBytes) -> Iterator[Verdict]:
-    """Of what `export` has made: one for all with its table, or where there is none, one for each file of weights."""
+    """Verdicts on an export: one for all with its table, or where there is none, one for each file of weights."""
     if (path / TABLE).is_file():
         try:
             problems = DigestTable.read(path / TABLE).check_files(path, progress=progress)

@@ -24,7 +24,7 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """All of it."""
+        """Bytes of all of it."""
         bits = re.search(r"\d+", self.dtype)
         return math.prod(self.shape) * (1 if self.dtype == "pred" else int(bits[0]) / 8 if bits else 0)
 

@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
 
 @dataclass
 class ProgramCost:
-    """Of one device, for one run of the program."""
+    """The cost of one run of a program on one device."""
 
     flops: float = 0.0
     """Of matrix products, convolutions and attention kernels, a multiply and an add as two."""
@@ -68,7 +68,7 @@ class ProgramCost:
 
     @property
     def launches(self) -> float:
-        """Of all kernels, collectives among them."""
+        """Launches of all kernels, collectives among them."""
         return sum(kernel.launches for kernel in self.kernels)
 
     def add(self, other: "ProgramCost", times: float = 1.0) -> None:
@@ -104,7 +104,7 @@ class _Analysis:
         self._by_name = {name: {each.name: each for each in body} for name, body in computations.items()}
 
     def cost(self, name: str, trips: float, begun: Set[Any] = frozenset()) -> ProgramCost:
-        """Of one run of a computation, within a loop of so many trips, without the collectives that are `begun`."""
+        """The cost of a run of a computation, in a loop of so many trips, without the collectives that are `begun`."""
         key = name, trips, frozenset(begun)
         if key not in self._known:
             total = self._known[key] = ProgramCost()

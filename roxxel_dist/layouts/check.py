@@ -172,7 +172,7 @@ class _Check:
         self._updates: UpdateCheck | None = None
 
     def run(self, names: Sequence[str]) -> LayoutReport:
-        """All of it."""
+        """Run the whole check."""
         start = time.perf_counter()
         self._weights: Weights = self._initial(self._single("rows"))
         main = self._truth("rows")

@@ -51,7 +51,7 @@ class Difference:
 
     @property
     def name(self) -> str:
-        """Of the parameter, the scalar, the array of the state or the stream."""
+        """The name of the parameter, the scalar, the array of the state or the stream."""
         return self.what.removeprefix(self._start)
 
     @property

@@ -163,7 +163,7 @@ LISTS, COUNTS = ("devices", "local_devices"), ("device_count", "local_device_cou
 
 @contextlib.contextmanager
 def devices_of(mesh: Mesh) -> Iterator[None]:
-    """Within, jax lists and counts the devices of the mesh alone, as in a process that has no others.
+    """Let jax list and count the devices of the mesh alone within, as in a process that has no others.
 
     Else a loss that is divided by `jax.device_count()` would be so on one device too, and no layout would differ.
     """
@@ -178,7 +178,7 @@ def devices_of(mesh: Mesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretend_process(index: int, count: int) -> Iterator[None]:
-    """Within, jax says that this process is the one of this index, of so many."""
+    """Let jax say within that this process is the one of this index, of so many."""
     functions = {"process_index": lambda *args, **options: index, "process_count": lambda *args, **options: count}
     with _replaced(functions):
         yield

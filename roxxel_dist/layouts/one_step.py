@@ -131,7 +131,7 @@ class StepProgram:
     def compile_program(
         cls, model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any, *, wide: bool = False
     ) -> "StepProgram":
-        """For a model, or what builds it, and a batch of int32[B, L] numpy arrays.
+        """The program for a model, or what builds it, and a batch of int32[B, L] numpy arrays.
 
         What the model or the loss raises passes; what the compiler raises comes from `run`.
 

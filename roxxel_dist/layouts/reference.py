@@ -85,7 +85,7 @@ class ReferencePrograms:
         unit: float,
         in_float64: bool = True,
     ) -> "ReferencePrograms":
-        """For a step; what the model or the loss raises passes.
+        """The programs for a step; what the model or the loss raises passes.
 
         Without `in_float64`, and where the model does not take it, x* is the run as it is, x_0.
         """
@@ -150,12 +150,12 @@ class Truth:
     """By the streams that draw."""
 
     def measured(self) -> Reference:
-        """Measured once."""
+        """The reference without noise; measured once."""
         self.reference = self.reference or self.programs.run()
         return self.reference
 
     def measured_with(self, streams: tuple[str, ...]) -> Reference:
-        """With the noise of these streams; measured once."""
+        """The reference with the noise of these streams; measured once."""
         if streams not in self.with_noise:
             self.with_noise[streams] = self.programs.run_with_noise(streams, self.measured().terms)
         return self.with_noise[streams]

@@ -61,7 +61,7 @@ class Subject:
 
     @classmethod
     def of_parts(cls, parts: Parts) -> "Subject":
-        """Of a `Trainer`."""
+        """The subject of a `Trainer`."""
         return cls(
             model=parts.model,
             loss=parts.loss_fn,
@@ -82,7 +82,7 @@ class Subject:
 
     @property
     def capacity_factor(self) -> float | None:
-        """That of the built-in model's experts, if they have a capacity."""
+        """The capacity factor of the built-in model's experts, if they have one."""
         if isinstance(self.model, Transformer | TransformerBuilder):
             return self.model.config.expert_capacity_factor
         return None
@@ -94,7 +94,7 @@ class Subject:
 
     @property
     def shape(self) -> Shape:
-        """Of the phase with the longest rows."""
+        """The shape of the phase with the longest rows."""
         return max(self.curriculum.shapes, key=lambda shape: shape.seq_len)
 
     def batch(self, name: BatchName, devices: int, seq_len: int | None, *, even: bool) -> Any:

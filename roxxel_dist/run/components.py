@@ -340,7 +340,7 @@ def check_installed(config: Config) -> None:
 
 
 def trackers_of(config: Config, run: Path) -> list[Tracker]:
-    """Those of rank 0; other ranks have none."""
+    """The trackers of rank 0; other ranks have none."""
     trackers = list[Tracker]()
     if is_primary() and config.wandb != "off":
         about = {"name": config.name, "notes": config.notes, "tags": config.tags}

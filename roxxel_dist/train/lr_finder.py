@@ -201,7 +201,7 @@ def cut_at_divergence(losses: Iterable[float], num_steps: int) -> list[float]:
 
 
 def median_losses(losses: Sequence[float]) -> list[float]:
-    """At each loss the median of the `SPIKE` losses around it: one or two bad batches leave no trace."""
+    """The median at each loss of the `SPIKE` losses around it: one or two bad batches leave no trace."""
     half, last = SPIKE // 2, max(len(losses) - SPIKE, 0)
     begins = (min(max(step - half, 0), last) for step in range(len(losses)))
     return [statistics.median(losses[begin : begin + SPIKE]) for begin in begins]

@@ -60,7 +60,7 @@ class StepOptions:
 
     @classmethod
     def of_run(cls, options: LoopOptions, grad_accum: int = 1) -> "StepOptions":
-        """Those of a run's options."""
+        """The step options of a run's options."""
         return cls(
             grad_accum=grad_accum,
             fsdp=options.fsdp,
@@ -290,11 +290,11 @@ class ShardedSteps(Steps):
 
     @cached_property
     def train(self) -> ShardedStep:
-        """As of `Steps`; it takes and gives `DeviceStates`."""
+        """The training step, which takes and gives `DeviceStates`."""
         return ShardedStep(self.programs, self.layout)
 
     def evaluate(self, end: int | None = None) -> ShardedEvaluation:
-        """As of `Steps`."""
+        """See `Steps`."""
         return ShardedEvaluation(replace(self.programs, end=end), self.layout)
 
     def accumulation(self, batch: Any) -> str:
@@ -307,7 +307,7 @@ class ShardedSteps(Steps):
         del program
 
     def memory(self, compiler: AotCompiler, batch: Any) -> StepMemory:
-        """As of `Steps`."""
+        """See `Steps`."""
         key = batch_key(batch)
         compiler.prepare(key, self._memory_of(batch), self.state, self.hparams, batch)
         return compiler.get(key)
@@ -316,20 +316,20 @@ class ShardedSteps(Steps):
         return ShardedMemory.of_step(self.programs, self.layout, self.state, self.hparams, batch)
 
     def compiled_memory(self, kind: Kind, batch: Any, programs: Mapping[Key, Any]) -> StepMemory:
-        """As of `Steps`; of an evaluation that of its largest program."""
+        """See `Steps`; of an evaluation the memory of its largest program."""
         if kind == "training":
             found = self._memory_of(self.args(kind, batch)[-1])
             return found.with_programs({name: program for (name, _), program in programs.items()})
         return max(map(StepMemory.of_program, programs.values()), key=lambda memory: memory.peak)
 
     def simulated(self, make: Callable[[Mesh], Steps]) -> Steps:
-        """As of `Steps`."""
+        """See `Steps`."""
         return make(simulated_mesh(self.mesh))
 
     def count_calls(
         self, kind: Kind, batch: Any, compiler: Compiler, simulated: Steps
     ) -> tuple[Counter[Key], dict[Key, Any]]:
-        """As of `Steps`."""
+        """See `Steps`."""
         programs, args, line = dict[Key, Any](), self.args(kind, batch), self.layout.line
 
         def one(jitted: Any, args: Any, mesh: Mesh) -> Any:

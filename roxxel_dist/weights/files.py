@@ -98,7 +98,7 @@ class TensorFiles:
         self.close()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every array, by its name."""
+        """The shape of every array, by its name."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
 
     def kind_of(self, name: str) -> str:

@@ -87,7 +87,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def between(cls, number: jax.Array, size: int, of_q: Mask, of_k: Mask) -> "Blocks":
-        """From the first to the last block of keys that may have one that a block of queries attends to."""
+        """The blocks from the first to the last that may have a key that a block of queries attends to."""
         first, last, window = jnp.zeros(number.shape, jnp.int32), number, of_q.window
         may_meet: Any = True  # [N, M, B]
         if of_q.segments is not None and of_k.segments is not None:

@@ -59,7 +59,7 @@ class RowCut:
 
     @property
     def tokens(self) -> int:
-        """Of a row, with padding at its end: causality hides it."""
+        """Tokens of a row, with padding at its end: causality hides it."""
         return self.row_blocks * self.size
 
     @property

@@ -61,7 +61,7 @@ class Mask:
         return jax.tree.map(change, self)
 
     def pad(self, length: int) -> "Mask":
-        """Of rows of `length` tokens, of which no token attends to the further ones."""
+        """The same for rows of `length` tokens, of which no token attends to the further ones."""
         segments, positions = self.segments, self.positions
         if positions is not None:
             positions = jnp.pad(positions, [(0, 0), (0, length - positions.shape[1])], constant_values=LATER)

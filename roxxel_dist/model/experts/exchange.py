@@ -60,7 +60,7 @@ class Routes(NamedTuple):
 
     @classmethod
     def of_experts(cls, chosen_A: jax.Array, count: int) -> "Routes":
-        """Those of copies with these experts, of which each device has `count`."""
+        """The routes of copies with these experts, of which each device has `count`."""
         devices = jax.lax.axis_size(EXPERT)
         order_A, device_A = jnp.argsort(chosen_A, stable=True), chosen_A // count
         count_SxE = (chosen_A[:, None] == jnp.arange(devices * count)).sum(0, dtype=jnp.int32).reshape(devices, count)

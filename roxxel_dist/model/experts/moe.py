@@ -75,7 +75,7 @@ def _ranks(chosen_BxA: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax
 
 
 class Slots(NamedTuple):
-    """Where the A choices of B rows go: R slots, of each expert `most` for each row."""
+    """Places of the A choices of B rows: R slots, of each expert `most` for each row."""
 
     slot_A: jax.Array
     """int32: the slot of each choice; R for one that is dropped."""
@@ -84,7 +84,7 @@ class Slots(NamedTuple):
 
     @classmethod
     def of_choices(cls, chosen_NxK: jax.Array, count: int, capacity: Capacity) -> "Slots":
-        """Those of choices among `count` experts."""
+        """The slots of choices among `count` experts."""
         most, size = capacity.most, chosen_NxK.size
         chosen_BxA = chosen_NxK.reshape(-1, capacity.length * chosen_NxK.shape[1])
         rank_BxA, order_BxA, first_BxE = _ranks(chosen_BxA, count)

@@ -328,7 +328,7 @@ class Speed:
 
     @classmethod
     def of_request(cls, request: EstimateRequest, mesh: Mesh, *, bf16: bool) -> "Speed":
-        """As given, as measured in the run, or as usual on such devices."""
+        """The speed as given, as measured in the run, or as usual on such devices."""
         if request.tokens_per_s:
             return cls(source="given", tokens_per_s=request.tokens_per_s)
         if (run := request.run) is not None and (measured := read_runs([run])[0].numbers()["tokens_per_s"]):

@@ -22,7 +22,7 @@ COMPUTE, MEMORY, LINKS = "compute", "memory", "links"
 
 @dataclass(frozen=True, kw_only=True)
 class PartCost:
-    """All kernels of a part of a step, on one device."""
+    """The kernels of a part of a step, on one device."""
 
     part: str
     """"embedding", "attention", "mlp", "experts", "norms", "head_and_loss", "optimizer", "casts" or "other"; with
@@ -58,7 +58,7 @@ def sort_by_length(costs: Iterable[PartCost]) -> tuple[PartCost, ...]:
 
 
 def roofline_seconds(costs: Iterable[PartCost]) -> float:
-    """Of all parts together."""
+    """Seconds of all parts together."""
     return sum(cost.milliseconds for cost in costs) / 1000
 
 
@@ -83,7 +83,7 @@ def _cost(part: str, kernels: list[Kernel], device: Accelerator) -> PartCost:
 
 
 def link_seconds(device: Accelerator, sent_bytes: float, network_bytes: float) -> float:
-    """To send so much; 0 where the table has no speed of links."""
+    """Seconds to send so much; 0 where the table has no speed of links."""
     seconds = sent_bytes / (device.link_gigabytes_per_s * 1e9) if device.link_gigabytes_per_s else 0.0
     if device.network_gigabytes_per_s:
         seconds = max(seconds, network_bytes / (device.network_gigabytes_per_s * 1e9))

@@ -292,7 +292,7 @@ class _Links:
         self._hosts = dict(zip(mesh.devices.flat, hosts_of(list(mesh.devices.flat)), strict=True))
 
     def add(self, axes: Sequence[str], passes: float, whole: float) -> None:
-        """Of a ring along these axes, in which an array of `whole` bytes goes round so often: 2 for a sum."""
+        """Add a ring along these axes, in which an array of `whole` bytes goes round so often: 2 for a sum."""
         place = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
         group = list(self.mesh.devices[place].flat) if axes else []
         if len(group) <= 1:

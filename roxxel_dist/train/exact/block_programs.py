@@ -194,16 +194,16 @@ class BlockCompiler:
 
     @property
     def layout(self) -> ShardLayout:
-        """Of the devices."""
+        """The layout of the devices."""
         return self.ownership.layout
 
     @property
     def blocks(self) -> Blocks:
-        """Of the parameters."""
+        """The blocks of the parameters."""
         return self.programs.sums.blocks
 
     def compile_update(self, totals: Packed, counts: Leaves) -> BlockUpdate:
-        """For such totals, of which each device has its share."""
+        """The update for such totals, of which each device has its share."""
         programs, layout, owner = self.programs, self.layout, self.ownership
         names = [list(chunks) for chunks in programs.sums.chunks]
         shares = {name: totals[name] for group in names for name in group}

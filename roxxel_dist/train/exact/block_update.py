@@ -48,7 +48,7 @@ Inputs = Sequence[tuple[Numbers, Hparams]]
 
 
 def copies(tree: Any, devices: Sequence[Any]) -> list[Any]:
-    """Of a tree of global arrays what lies on each of these devices of this process; nothing is copied."""
+    """What lies of a tree of global arrays on each of these devices of this process; nothing is copied."""
     leaves, treedef = jax.tree.flatten(tree)
     parts = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
     return [jax.tree.unflatten(treedef, [part[device] for part in parts]) for device in devices]
@@ -92,7 +92,7 @@ class Gather:
 
     @classmethod
     def compile_gather(cls, layout: ShardLayout, like: Any, compiler: Compiler) -> "Gather":
-        """For trees such as `like`."""
+        """The moves of trees such as `like`."""
         leaves = jax.tree.leaves(like)
 
         def gather_slices(slices: list[jax.Array]) -> list[jax.Array]:
@@ -104,7 +104,7 @@ class Gather:
         return cls(layout, leaves, compiler.one(whole, (cut,), layout.mesh))
 
     def run(self, parts: list[Any]) -> list[Any]:
-        """By device of this process."""
+        """Run it on trees by device of this process."""
         if self.program is None:
             return parts
         treedef, slices = jax.tree.structure(parts[0]), [jax.tree.leaves(part) for part in parts]
@@ -134,14 +134,14 @@ class Cut:
 
     @classmethod
     def compile_cut(cls, layout: ShardLayout, like: Any, compiler: Compiler) -> "Cut":
-        """For trees such as `like`."""
+        """The moves of trees such as `like`."""
         leaves = jax.tree.leaves(like)
         if not (cut := [leaf for leaf in leaves if is_cut(leaf)]):
             return cls(leaves, ())
         return cls(leaves, [compiler.each(_taking(cut, device), (cut,), [device])[0] for device in layout.devices])
 
     def run(self, wholes: list[Any]) -> list[Any]:
-        """By device of this process."""
+        """Run it on trees by device of this process."""
         if not self.programs:
             return wholes
         return [self._slices(take, whole) for take, whole in zip(self.programs, wholes, strict=True)]
@@ -175,7 +175,7 @@ class Arrays:
     cut: Cut
 
     def whole(self, slices: StateLeaves, gathered: StateLeaves) -> list[list[jax.Array]]:
-        """By device; the slices are given back."""
+        """The whole arrays by device; the slices are given back."""
         arrays = self.gather.run(leaves_of(self.selection.own, gathered))
         for leaves in leaves_of(self.selection.own, slices):
             free(leaves, self.like)
@@ -376,7 +376,7 @@ def gather_chunks(
 
 
 def leaves_of(places: Sequence[int], of_states: StateLeaves) -> list[list[Any]]:
-    """Those at some places, by device."""
+    """The leaves at some places, by device."""
     return [[leaves[place] for place in places] for leaves in of_states]
 
 

@@ -85,7 +85,7 @@ class RowCutter:
 
     @classmethod
     def compile_cutter(cls, layout: ShardLayout, batch: Any, compiler: Compiler) -> "tuple[RowCutter, Any]":
-        """For such (abstract) batches; and the rows of a shard, as `jax.ShapeDtypeStruct`s."""
+        """The cutter of such (abstract) batches, and the rows of a shard, as `jax.ShapeDtypeStruct`s."""
         rows, cut = jax.tree.leaves(batch)[0].shape[0], ()
         if not layout.is_even:
             args = rows_like(batch, rows), jax.ShapeDtypeStruct((), np.int32)
@@ -138,7 +138,7 @@ class HparamCopies:
     _known: tuple[Hparams, list[Hparams]] | None = field(default=None, repr=False)
 
     def copies_of(self, hparams: Hparams) -> list[Hparams]:
-        """By device."""
+        """The inputs of every step by device."""
         if self._known is None or self._known[0] is not hparams:
             self._known = hparams, copies(hparams, self.layout.devices)
         return self._known[1]
@@ -171,7 +171,7 @@ class SumTree:
         return len(self._parts)
 
     def sums(self) -> list[Any]:
-        """Those of the `subtrees` of its parts, which are not kept."""
+        """The sums of the `subtrees` of its parts, which are not kept."""
         found, self._parts = [part for _, _, part in self._parts], []
         return found
 
@@ -253,7 +253,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Sent:
-    """Some of the packed arrays, which are exchanged at once."""
+    """A chunk of the packed arrays, which is exchanged at once."""
 
     layout: ShardLayout
     names: Sequence[str]
@@ -272,7 +272,7 @@ class Sent:
         owner: Ownership | None,
         compiler: Compiler,
     ) -> "Sent":
-        """For such packed sums, of which a device gets all, or its share as an `owner` of blocks."""
+        """The sending of such packed sums, of which a device gets all, or its share as an `owner` of blocks."""
         parts = [subtrees(layout.shards_of(device)) for device in layout.line.devices.flat]
         most, size = max(map(len, parts)), layout.line.size
 
@@ -306,7 +306,7 @@ class Sent:
         return cls(layout, names, arrange, compiler.one(jax.jit(send), (whole,), layout.line), kept)
 
     def run(self, sums: list[list[Packed]]) -> list[Packed]:
-        """These totals, by device of this process, of the sums of its subtrees, which are given back."""
+        """The totals of this chunk, by device of this process, from the sums of its subtrees, which are given back."""
         own = [[{str(i): tree.pop(name) for i, name in enumerate(self.names)} for tree in trees] for trees in sums]
         arranged = [arrange(trees) for arrange, trees in zip(self.arrange, own, strict=True)]
         del own
@@ -345,7 +345,7 @@ class Reduction:
     def compile_reduction(
         cls, layout: ShardLayout, packed: Packed, exchange: Exchange, compiler: Compiler
     ) -> "Reduction":
-        """For packed sums such as `packed`."""
+        """The tree for packed sums such as `packed`."""
         add: Programs = ()
         if layout.most > 1:
             add = compiler.each(jax.jit(add_sums, donate_argnums=0), (packed, packed), layout.devices)

@@ -48,7 +48,7 @@ class ShardedMemory:
     def of_step(
         cls, programs: ShardPrograms, layout: ShardLayout, state: TrainState, hparams: Hparams, batch: Any
     ) -> "ShardedMemory":
-        """For such (abstract) arguments."""
+        """The memory of a step for such (abstract) arguments."""
         kind = LongSums if jax.tree.leaves(batch)[0].shape[0] < layout.count else RowSums
         return cls(kind.of_step(programs, layout, state, hparams, shapes_of(batch)), state, hparams, batch)
 
@@ -108,7 +108,7 @@ class StepPeaks:
 def step_peaks(
     programs: BlockPrograms, packed: Packed, state: TrainState, hparams: Hparams, temporaries: int
 ) -> StepPeaks:
-    """For (abstract) sums of a shard, and arguments with shardings; its program takes so many bytes beside these."""
+    """The peaks for (abstract) sums of a shard and arguments with shardings; its program takes `temporaries` beside."""
     layout, sums = programs.layout, whole_bytes(packed)
     model = gathered_bytes((state.params, state.rest, hparams))
     shards = [layout.shards_of(device) for device in layout.line.devices.flat]
@@ -125,7 +125,7 @@ def step_peaks(
 
 
 def long_peaks(own: LongSums, state: TrainState, hparams: Hparams, temporaries: Mapping[str, int]) -> StepPeaks:
-    """As `step_peaks` where virtual shards cut rows; `temporaries` are those of its programs by name."""
+    """The peaks where virtual shards cut rows; `temporaries` are those of its programs by name."""
     shapes, layout, kept = own.shapes, own.update.layout, own.shapes.kept
     uses = {use: whole_bytes(sums) for use, sums in shapes.sums.items()}
     peaks = step_peaks(own.update, own.packed, state, hparams, 0)
@@ -151,12 +151,12 @@ def long_peaks(own: LongSums, state: TrainState, hparams: Hparams, temporaries: 
 
 
 def whole_bytes(tree: Any) -> int:
-    """Of all leaves, whole."""
+    """Bytes of all leaves, whole."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def gathered_bytes(tree: Any) -> int:
-    """Of the leaves that are cut, whole: what to gather them takes on each device."""
+    """Bytes of the leaves that are cut, whole: what to gather them takes on each device."""
     return whole_bytes([leaf for leaf in jax.tree.leaves(tree) if is_cut(leaf)])
 
 

@@ -41,7 +41,7 @@ class KeyMoves:
 
     @classmethod
     def compile_moves(cls, layout: ShardLayout, cut: RowCut, like: Any, compiler: Compiler) -> "KeyMoves":
-        """For (keys, values) of a shard such as `like`."""
+        """The moves of (keys, values) of a shard such as `like`."""
         here = min(layout.most, cut.parts)
         share, devices, order = cut.parts // here, layout.devices, np.argsort(cut.places)
         mesh = Mesh(layout.line.devices.reshape(-1, share), (ROWS, PIECES), axis_types=(AxisType.Auto,) * 2)
@@ -92,7 +92,7 @@ class KeyMoves:
         )
 
     def keys_of_rows(self, parts: ByShard) -> ByShard:
-        """Those of the whole row of each shard; shards of a row on a device have the same arrays."""
+        """Keys and values of the whole row of each shard; shards of a row on a device have the same arrays."""
         found: ByShard = [[] for _ in parts]
         for first in range(0, self.layout.most, self.here):
             rows = [self.join[i](own[first : first + self.here]) for i, own in enumerate(parts)]
@@ -102,8 +102,8 @@ class KeyMoves:
         return found
 
     def sums(self, compute: Callable[[int, int], Any]) -> ByShard:
-        """Of float32 gradients of keys and values of whole rows, which it asks for by device and shard, the sums over
-        the shards of a row: each shard gets those of its own keys and values."""
+        """Sums over the shards of a row of float32 gradients of its keys and values, which it asks for by device and
+        shard: each shard gets those of its own keys and values."""
         found: ByShard = [[] for _ in self.layout.devices]
         for first in range(0, self.layout.most, self.here):
             trees = [SumTree(self.add[i] if self.add else add_sums) for i in range(len(found))]
@@ -188,7 +188,7 @@ class UnevenKeyMoves:
 
     @classmethod
     def compile_moves(cls, layout: ShardLayout, cut: RowCut, like: Any, compiler: Compiler) -> "UnevenKeyMoves":
-        """For (keys, values) of a shard such as `like`."""
+        """The moves of (keys, values) of a shard such as `like`."""
         size, most, devices = layout.line.size, layout.most, layout.devices
         owned = [layout.shards_of(device) for device in layout.line.devices.flat]
         parts = [parts_of(own, cut.parts) for own in owned]
@@ -248,7 +248,7 @@ class UnevenKeyMoves:
             return finish_sums
 
         def along(tree: Any, *axes: int) -> Any:
-            """Of arrays [1, ...] of a device, those of all."""
+            """The shapes on all devices of arrays [1, ...] of one."""
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((size, *axes, *x.shape[1:]), x.dtype, sharding=layout.cut), tree
             )
@@ -285,14 +285,14 @@ class UnevenKeyMoves:
 
     @cached_property
     def rows(self) -> list[dict[int, jax.Array]]:
-        """By number, int32[], the rows that each device has shards of."""
+        """The rows that each device has shards of, by number, int32[]."""
         return [
             {row: jax.device_put(np.int32(row), device) for row in sorted({shard // self.shards for shard in own})}
             for device, own in zip(self.layout.devices, self.layout.owned, strict=True)
         ]
 
     def keys_of_rows(self, parts: ByShard) -> ByShard:
-        """Those of the whole row of each shard; shards of a row on a device have the same arrays."""
+        """Keys and values of the whole row of each shard; shards of a row on a device have the same arrays."""
         rows = self._across(self.gather, [stack(own) for stack, own in zip(self.stack, parts, strict=True)])
         picked = [
             {row: pick(own, number) for row, number in numbers.items()}
@@ -304,8 +304,8 @@ class UnevenKeyMoves:
         ]
 
     def sums(self, compute: Callable[[int, int], Any]) -> ByShard:
-        """Of float32 gradients of keys and values of whole rows, which it asks for by device and shard, the sums over
-        the shards of a row: each shard gets those of its own keys and values."""
+        """Sums over the shards of a row of float32 gradients of its keys and values, which it asks for by device and
+        shard: each shard gets those of its own keys and values."""
         trees: list[dict[int, SumTree]] = [{} for _ in self.layout.owned]
         for i, k in self.layout.turns:
             row, place = divmod(self.layout.owned[i][k], self.shards)

@@ -155,7 +155,7 @@ def shapes_of(tree: Any) -> Any:
 
 
 def rows_like(batch: Any, rows: int) -> Any:
-    """So many rows of a batch, as shapes without places."""
+    """Shapes of so many rows of a batch, without places."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), batch)
 
 
@@ -169,7 +169,7 @@ class ShardLayout:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """That of the run."""
+        """The mesh of the run."""
         assert isinstance(self.sharding.mesh, Mesh)
         return self.sharding.mesh
 
@@ -230,7 +230,7 @@ class ShardLayout:
 
     @cached_property
     def cut(self) -> NamedSharding:
-        """Of an array [devices, N], a row of which is on each device."""
+        """The sharding of an array [devices, N], a row of which is on each device."""
         return NamedSharding(self.line, P(SHARDS))
 
     @cached_property

@@ -54,7 +54,7 @@ class CompiledForward:
 
     @classmethod
     def compile_forward(cls, shapes: LongShapes, layout: ShardLayout, compiler: Compiler) -> "CompiledForward":
-        """For such (abstract) arguments."""
+        """The programs for such (abstract) arguments."""
         programs, devices = shapes.programs, layout.devices
 
         def cut_piece(rows: Any, shard: jax.Array) -> Any:
@@ -73,7 +73,7 @@ class CompiledForward:
         )
 
     def each(self, compute: Callable[[int, int], Any]) -> ByShard:
-        """Of each device and shard."""
+        """What a function gives of each device and shard."""
         found: ByShard = [[] for _ in self.layout.devices]
         for i, k in self.layout.turns:
             found[i].append(compute(i, k))

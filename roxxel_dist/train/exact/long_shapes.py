@@ -23,7 +23,7 @@ NUMBER, ZERO = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.f
 
 @dataclass(frozen=True)
 class LongShapes:
-    """Of one shard."""
+    """The shapes of one shard."""
 
     programs: PiecePrograms
     model: Model
@@ -38,7 +38,7 @@ class LongShapes:
 
     @classmethod
     def of_batch(cls, programs: PiecePrograms, layout: ShardLayout, model: Model, batch: Any) -> "LongShapes":
-        """For an (abstract) model and batch."""
+        """The shapes for an (abstract) model and batch."""
         cut, here = programs.cut, programs.rows
         if layout.is_even:
             here = max(1, here // layout.line.size)
@@ -57,18 +57,18 @@ class LongShapes:
 
     @property
     def after(self) -> tuple[Any, ...]:
-        """Of a block after its attention."""
+        """The arguments of a block after its attention."""
         kept = self.kept._replace(kv=self.kv, mixed=None, log_sums=None)
         return self.model, NUMBER, NUMBER, self.segments, kept, self.programs.balance
 
     @property
     def losses(self) -> tuple[Any, ...]:
-        """Also backward."""
+        """The arguments of the losses, forward and backward."""
         return self.model, NUMBER, self.piece, self.kept.x, self.programs.balance
 
     @property
     def after_back(self) -> tuple[Any, ...]:
-        """Of a block after its attention, backward."""
+        """The arguments of a block after its attention, backward."""
         return self.model, NUMBER, NUMBER, self.segments, self.kept._replace(kv=self.kv), self.kept.x, ZERO
 
     @cached_property
@@ -78,14 +78,14 @@ class LongShapes:
 
     @cached_property
     def before_back(self) -> tuple[Any, ...]:
-        """Of a block before its attention, backward."""
+        """The arguments of a block before its attention, backward."""
         *_, d_normed, _ = self._of_after_back
         half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), self.kept.kv)
         return *self.before, self.kept.x, self.kept.q, half, d_normed
 
     @property
     def embed_back(self) -> tuple[Any, ...]:
-        """Of the embedding, backward."""
+        """The arguments of the embedding, backward."""
         return self.model, NUMBER, self.piece, self.kept.x
 
     @cached_property
@@ -115,7 +115,7 @@ class LongSums:
     def of_step(
         cls, shard_programs: ShardPrograms, layout: ShardLayout, state: TrainState, hparams: Hparams, batch: Any
     ) -> "LongSums":
-        """For such (abstract) arguments."""
+        """The sums of a step for such (abstract) arguments."""
         model = Model(*shapes_of((state.params, state.rest, hparams)))
         programs = PiecePrograms.of_model(shard_programs, model, batch, training=True)
         shapes = LongShapes.of_batch(programs, layout, model, batch)

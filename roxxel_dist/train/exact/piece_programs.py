@@ -130,7 +130,7 @@ class PiecePrograms:
 
     @classmethod
     def of_model(cls, programs: ShardPrograms, model: Model, batch: Any, *, training: bool) -> "PiecePrograms":
-        """For such (abstract) arguments."""
+        """The functions for such (abstract) arguments."""
         rows, length = jax.tree.leaves(batch)[0].shape
         config = programs.split.merge(*model, training=training).config
         cut = RowCut.of_length(programs.shards // rows, length - 1, config.window, by_place=False)

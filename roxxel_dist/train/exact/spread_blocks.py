@@ -25,7 +25,7 @@ from roxxel_dist.train.step.compile import Compiler
 
 @dataclass(frozen=True)
 class Slice:
-    """Where an array lies: what a device keeps of it, and its blocks."""
+    """The place of an array: what a device keeps of it, and its blocks."""
 
     like: Any
     """As a shape, with sharding."""
@@ -35,7 +35,7 @@ class Slice:
     """Of a block along that."""
 
     def axes(self, dimension: int) -> tuple[str, ...]:
-        """Of the mesh, those that a dimension is cut over."""
+        """The axes of the mesh that a dimension is cut over."""
         spec = self.like.sharding.spec
         entry = spec[dimension] if dimension < len(spec) else None
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
@@ -106,7 +106,7 @@ class SpreadArrays:
     def compile_spread(
         cls, layout: ShardLayout, like: Sequence[Any], cuts: Sequence[int], count: int, compiler: Compiler
     ) -> "SpreadArrays":
-        """For arrays, with the dimensions along which each of them is cut into so many blocks."""
+        """The programs for arrays, with the dimensions along which each is cut into so many blocks."""
         slices = [Slice(leaf, cut, leaf.shape[cut] // count) for leaf, cut in zip(like, cuts, strict=True)]
 
         def fetch_block(own: list[jax.Array], index: jax.Array) -> list[jax.Array]:

@@ -90,7 +90,7 @@ class RowSums:
     def of_step(
         cls, programs: ShardPrograms, layout: ShardLayout, state: TrainState, hparams: Hparams, batch: Any
     ) -> "RowSums":
-        """For such (abstract) arguments."""
+        """The sums of a step for such (abstract) arguments."""
         part = rows_like(batch, jax.tree.leaves(batch)[0].shape[0] // layout.count)
         args = *shapes_of((state.params, state.rest, hparams)), part, jax.ShapeDtypeStruct((), np.int32)
         like, counts = jax.eval_shape(programs.sums, *args)

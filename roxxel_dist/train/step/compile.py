@@ -186,7 +186,7 @@ def mesh_of(batch: Any, default: Mesh | None = None) -> Mesh | None:
 
 @contextlib.contextmanager
 def compile_lock(lowered: Any, options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Within it, no other process compiles this program, where `SHARE_COMPILATION` asks for that.
+    """Hold a lock, so that no other process compiles this program, where `SHARE_COMPILATION` asks for that.
 
     A process that was killed gives its lock back; after an hour of waiting the program is compiled without it.
     """
@@ -237,12 +237,12 @@ class StepMemory:
 
     @classmethod
     def of_parts(cls, **parts: int) -> "StepMemory":
-        """With the sum of these."""
+        """The bytes of these parts, with their sum."""
         return cls(**parts, peak=sum(parts.values()))
 
     @classmethod
     def of_program(cls, program: Any) -> "StepMemory":
-        """Of each device, for a compiled program."""
+        """The bytes of each device for a compiled program."""
         account = program.memory_analysis()
         return cls.of_parts(
             arguments=account.argument_size_in_bytes,

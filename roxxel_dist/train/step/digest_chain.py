@@ -77,5 +77,5 @@ def _rotate(lane: jax.Array, by: int) -> jax.Array:
 
 
 def hex_digest(lanes: np.ndarray | jax.Array) -> str:
-    """As logs and checkpoints have it: 32 hexadecimal digits."""
+    """A digest as logs and checkpoints have it: 32 hexadecimal digits."""
     return np.asarray(lanes, "<u4").tobytes().hex()

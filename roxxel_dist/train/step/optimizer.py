@@ -101,7 +101,7 @@ class FixedOptimizer:
         return {}
 
     def for_batch(self, settings: dict[str, jax.Array], batch: Any) -> dict[str, jax.Array]:
-        """As they are."""
+        """The settings as they are."""
         del batch
         return settings
 

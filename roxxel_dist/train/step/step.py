@@ -100,7 +100,7 @@ def measure(loss_fn: LossFn, model: Any, batch: Any, end: int | None = None) -> 
 
 
 def unpack_loss(result: Any) -> Loss:
-    """From a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, and "loss_weight",
+    """Take apart a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, and "loss_weight",
     "row_loss" [B], "row_weight" [B] and "expert_load" [layers, experts] if given.
 
     Raises UserError where it is none of these, or the loss or its weight is not a scalar.

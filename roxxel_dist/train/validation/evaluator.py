@@ -51,7 +51,7 @@ class TextOfSets:
 
     @classmethod
     def of_sets(cls, sets: Mapping[str, Roxxel], train: Roxxel, *, known: bool) -> "TextOfSets":
-        """For validation sets beside this training data; with no set unless the losses are `known` to be nats of
+        """Text of validation sets beside this training data; of no set unless the losses are `known` to be nats of
         tokens. All ranks call it together.
 
         Sets have one vocabulary, or their losses would mean nothing: the tokenizer of the training data is theirs too.
@@ -196,7 +196,7 @@ class ValidationRows:
         return cls(**{**saved, "batches": tuple(ValidationBatch(**batch) for batch in saved["batches"])})
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The rows for JSON."""
         return {**asdict(self), "batches": [asdict(batch) for batch in self.batches]}
 
     def with_phases(self, shapes: Sequence[Shape], fits: Callable[[Shape], bool] = lambda shape: True) -> Self:
