@@ -37,10 +37,8 @@ from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import fetch
 from roxxel_dist.train.steps import StepOptions, make_steps
 from roxxel_dist.train.validation.evaluator import (
-    TextOfSets,
     Validation,
     ValidationRows,
-    gives_nats,
     summarize,
     unknown_bits_notes,
 )
@@ -287,18 +285,9 @@ def _measures(
     load = None if base is None else functools.partial(load_base_params, base.at(components.options.init_from))
     state, hparams = steps.init(restored=True, load=load)
     train, split = components.curriculum.primary_streamer, steps.split
-    in_nats = gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False))
-    text = TextOfSets.of_sets(sets, train, known=in_nats)
-    evaluator = Validation(
-        sets,
-        train,
-        steps.evaluate(text.end),
-        compiler,
-        steps.sharding,
-        dataclasses.replace(rows, eval_iters=components.options.eval_iters),
-        text=text,
-        in_nats=in_nats,
-    )
+    model = split.merge(state.params, state.rest, hparams, training=False)
+    rows = dataclasses.replace(rows, eval_iters=components.options.eval_iters)
+    evaluator = Validation.of_steps(sets, train, steps, model, compiler, rows)
     scores = TaskScores(tasks, split, compiler, steps.sharding, plan.shapes, options.compute_dtype)
     return state, hparams, evaluator, scores
 

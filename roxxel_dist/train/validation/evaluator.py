@@ -284,6 +284,26 @@ class Validation:
         self._streams: dict[tuple[str, ValidationBatch], Stream] = {}
         self._counters: dict[str, Any] = {} if text is None else text.counters()
 
+    @classmethod
+    def of_steps(
+        cls,
+        sets: Mapping[str, Roxxel],
+        train: Roxxel,
+        steps: Any,
+        model: Any,
+        compiler: AotCompiler,
+        rows: ValidationRows,
+        blocks: VerifiedBlocks | None = None,
+    ) -> Self:
+        """The validation by the `train.steps.Steps` of a model, which counts bytes of text where the loss is in nats.
+
+        All ranks call it together.
+        """
+        in_nats = gives_nats(steps.loss, model)
+        text = TextOfSets.of_sets(sets, train, known=in_nats)
+        by = steps.evaluate(text.end), compiler, steps.sharding
+        return cls(sets, train, *by, rows, blocks, text=text, in_nats=in_nats)
+
     def check(self, *shapes: Shape) -> None:
         """Raises ValueError where a data set is too small for the batches of a phase."""
         for shape in shapes:
