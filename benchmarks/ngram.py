@@ -22,8 +22,7 @@ from measure import Lines, Result, flags
 from roxxel_dist import Config, Plan, Roxxel
 from roxxel_dist.cli.train import CONFIG, corpus_words
 from roxxel_dist.model.loss import token_losses
-from roxxel_dist.run.batch import saved_plan
-from roxxel_dist.run.curriculum import build_curriculum
+from roxxel_dist.run.curriculum import build_curriculum, saved_plan
 from roxxel_dist.weights.load import load_run
 
 ROW = 257

@@ -12,7 +12,7 @@ _WHERE = {
     "Phase": "curriculum.phases",
     "Curriculum": "curriculum.phases",
     "Plan": "curriculum.plan",
-    "Logger": "train.log.logger",
+    "Logger": "train.log.choose",
     "Trainer": "run.trainer",
     "Checkpointer": "train.checkpointer",
     "Config": "settings.config",
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from roxxel_dist.run.trainer import Trainer as Trainer
     from roxxel_dist.settings.config import Config as Config
     from roxxel_dist.train.checkpointer import Checkpointer as Checkpointer
-    from roxxel_dist.train.log.logger import Logger as Logger
+    from roxxel_dist.train.log.choose import Logger as Logger
     from roxxel_dist.view.read import read_run as read_run
     from roxxel_dist.view.read import read_study as read_study
     from roxxel_dist.weights.generator import Generator as Generator

@@ -65,7 +65,7 @@ class BlockTable:
         self.identity: str = digest(json.dumps(names).encode())
 
     def number(self, leaf: int, part: Bounds) -> int:
-        """Of the block of a leaf, by its bounds."""
+        """The number of the block of a leaf, by its bounds."""
         return self._number[leaf, part]
 
     def kept_by(self, rank: int) -> list[int]:
@@ -118,7 +118,7 @@ class Header:
     """By number: offset, bytes, digest."""
 
     def to_json(self) -> bytes:
-        """As it is written."""
+        """The header as it is written."""
         return json.dumps({**vars(self), "blocks": [[n, *block] for n, block in self.blocks.items()]}).encode()
 
     @classmethod
@@ -155,7 +155,7 @@ def read_header(path: Path) -> Header | None:
 
 
 def read_blocks(path: Path, header: Header, numbers: Sequence[int] | None = None) -> dict[int, memoryview]:
-    """Some blocks of a file, or all, each compared with its digest; they are views of the file.
+    """Read some blocks of a file, or all, each compared with its digest; they are views of the file.
 
     Raises:
         DamagedFile: one does not agree.
@@ -202,7 +202,7 @@ class BlockFile:
         np.frombuffer(self._map, np.uint8)[::PAGE].max()  # maps the pages now, not in the training thread
 
     def invalidate(self) -> None:
-        """From here on it is no part of a generation."""
+        """Void the file: from here on it is no part of a generation."""
         self._map[: PREAMBLE.size] = bytes(PREAMBLE.size)
 
     def write(self, place: int, array: np.ndarray) -> None:

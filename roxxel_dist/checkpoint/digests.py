@@ -58,7 +58,7 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def inside(places: Iterable[Bounds]) -> Callable[[Bounds], bool]:
+def containment(places: Iterable[Bounds]) -> Callable[[Bounds], bool]:
     """Whether bounds lie within one of these places; places that make a grid, as shards do, are looked up."""
     exact = {*places}
     starts = [sorted({low for low, _ in edges}) for edges in zip(*exact, strict=True)]
@@ -153,11 +153,11 @@ class DigestTable:
     """Digests that `meta.json` may have: two while a run goes back to the checkpoint and rewrites the file."""
 
     def write(self, path: Path) -> None:
-        """In one instant. Raises OSError."""
+        """Write the table in one instant. Raises OSError."""
         write_file(path, self.to_json())
 
     def to_json(self) -> str:
-        """As it is written."""
+        """The table as it is written."""
         blocks = {name: [[*block] for block in blocks] for name, blocks in self.blocks.items()}
         text = json.dumps(
             {"format": FORMAT, "step": self.step, "meta": self.meta, "files": self.files, "blocks": blocks}
@@ -225,7 +225,7 @@ class DigestTable:
         blocks, problems = self.blocks.get(name, ()), list[str]()
         whole = parts.keys() & {block.bounds for block in blocks}
         others = dict.fromkeys(bounds for bounds in parts if bounds not in whole)
-        is_inside, read = inside(others), functools.cache(lambda bounds: parts[bounds]())
+        is_inside, read = containment(others), functools.cache(lambda bounds: parts[bounds]())
         for block in blocks:
             around = [block.bounds] if block.bounds in whole else []
             if not around and is_inside(block.bounds):
@@ -260,7 +260,7 @@ def merge(parts: Iterable[DigestTable], **own: Any) -> DigestTable:
     return DigestTable(files=files, blocks=blocks, **own)
 
 
-def in_words(problems: Sequence[str], limit: int = 3) -> str:
+def problems_text(problems: Sequence[str], limit: int = 3) -> str:
     """The first problems of many, in a line."""
     more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
     return "; ".join([*problems[:limit], *more])

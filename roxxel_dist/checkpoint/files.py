@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -39,13 +39,12 @@ from roxxel_dist.checkpoint.digests import (
     bounds_of,
     digest,
     files_below,
-    in_words,
-    inside,
     merge,
+    problems_text,
     read_verified,
 )
-from roxxel_dist.checkpoint.metadata import META, MetaFile, steps_of
-from roxxel_dist.checkpoint.tensorstore_leaks import avoid_leaks
+from roxxel_dist.checkpoint.metadata import META, MetaFile, saved_checkpoints
+from roxxel_dist.checkpoint.stored_blocks import avoid_leaks
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.process.durable import make_folder, sync_folder, write_file
@@ -61,8 +60,9 @@ SMALL = 1 << 19
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
 MERGED = "manifest.ocdbt"
-SHOWN_CAUSE = 160
 """In the folder of the state: the table of the arrays of all ranks, which is made last."""
+SHOWN_CAUSE = 160
+"""Letters of the cause of an error."""
 _Value = TypeVar("_Value")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CAUSES = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
@@ -70,7 +70,7 @@ CAUSES = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Within it nothing of Orbax is logged: it warns of much that is meant so here, and logs the traceback of a failed
+    """Log nothing of Orbax within: it warns of much that is meant so here, and logs the traceback of a failed
     save that is reported anyway."""
 
     def others(record: logging.LogRecord) -> bool:
@@ -105,7 +105,7 @@ def open_folder(
                 if sweeps:
                     sweep(folder)
             if process_index() == 0:
-                saved = complete(folder) if in_bucket is None else in_bucket()
+                saved = saved_checkpoints(folder) if in_bucket is None else in_bucket()
         except StoreTimeoutError:  # no fault of the folder
             raise
         except OSError as error:
@@ -146,41 +146,6 @@ def set_aside(checkpoint: Path) -> Path:
     return aside
 
 
-def complete(folder: Path) -> dict[int, float | None]:
-    """Every complete checkpoint's step and val_loss."""
-    return losses(folder, steps_of(folder))
-
-
-def losses(folder: Path, steps: Iterable[int]) -> dict[int, float | None]:
-    """The val_loss of these checkpoints, by step; None where it has none."""
-    saved: dict[int, float | None] = dict.fromkeys(steps)
-    for step in saved:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: `restore` reports it
-            saved[step] = number(MetaFile.read(folder / str(step)).val_loss)
-    return saved
-
-
-def number(val_loss: float | None) -> float | None:
-    """None for what cannot be compared."""
-    return None if val_loss is None or math.isnan(val_loss) else float(val_loss)
-
-
-def best_of(saved: Mapping[int, float | None]) -> int | None:
-    """The step with the lowest val_loss, the first of them; None where none has one."""
-    losses = [(val_loss, step) for step, val_loss in saved.items() if val_loss is not None]
-    return min(losses)[1] if losses else None
-
-
-def steps_to_keep(
-    saved: Mapping[int, float | None], max_to_keep: int | None, keep_every: int | None, keep_steps: Collection[int]
-) -> set[int]:
-    """The steps to keep: the newest, the best, every `keep_every`-th and `keep_steps`."""
-    steps = sorted(saved)
-    newest = steps if max_to_keep is None else steps[-max_to_keep:]
-    forever = [step for step in steps if step in keep_steps or (keep_every and step % keep_every == 0)]
-    return {*newest, *forever, best_of(saved)} & set(steps)
-
-
 def sweep(folder: Path) -> None:
     """Delete the temporary folders of interrupted saves; the caller must hold the lock of `folder`. Raises OSError."""
     for path in folder.glob(f"*{TEMPORARY}*"):
@@ -215,7 +180,7 @@ def array_handler() -> ocp.PyTreeCheckpointHandler:
 
 @cache
 def drop_late_reads() -> None:
-    """From now on, no traceback of a read that ends after its event loop.
+    """Print no traceback of a read that ends after its event loop, from now on.
 
     Where an array cannot be read, Orbax raises and closes its loop, while tensorstore reads the other arrays. The end
     of each cannot be given to the loop, and would print a traceback, behind the message that matters.
@@ -262,17 +227,19 @@ def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> 
 
 
 def _blocks(state: Any) -> Iterator[LocalBlock]:
-    for name, leaf in _named(state):
-        for bounds, shard in _shards(leaf):
+    for name, leaf in named_leaves(state):
+        for bounds, shard in shards_of(leaf):
             if shard.replica_id == 0:
                 yield LocalBlock(name, bounds, np.asarray(shard.data))
 
 
-def _named(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """(name, leaf) of every leaf of a tree, named as in a checkpoint."""
     return [(jax.tree_util.keystr(p, simple=True, separator="/"), leaf) for p, leaf in jax.tree.leaves_with_path(tree)]
 
 
-def _shards(leaf: Any) -> Iterator[tuple[Bounds, Any]]:
+def shards_of(leaf: Any) -> Iterator[tuple[Bounds, Any]]:
+    """(bounds, shard) of what this process has of an array."""
     for shard in getattr(leaf, "addressable_shards", ()):
         yield bounds_of(shard.index, leaf.shape), shard
 
@@ -336,22 +303,6 @@ def _without_patterns(folder: Path) -> Iterator[Path]:
         yield link
 
 
-def write_alone(checkpoint: Path, state: Any, saved: MetaFile) -> None:
-    """Write a whole checkpoint of arrays on this process's devices, random keys as integers, without other ranks.
-
-    Raises OSError.
-    """
-    checkpoint = checkpoint.absolute()  # Orbax writes no others
-    temporary = checkpoint.with_name(f"{checkpoint.name}{TEMPORARY}-1")
-    make_folder(checkpoint.parent)
-    with quiet_orbax(), contextlib.closing(array_handler()) as handler:
-        begun = begin(handler, temporary, state)
-        for written in begun.writes:
-            written.result()
-        write_part(temporary, int(checkpoint.name), hash_blocks(begun.blocks, 0), 0)
-        commit(handler, temporary, checkpoint, saved.to_json(), 1)
-
-
 def replace_meta(checkpoint: Path, meta: str) -> None:
     """Give a checkpoint another `meta.json`. Cut off anywhere, the old one or the new one is there, and agrees."""
     _, table = read_verified(checkpoint, int(checkpoint.name))
@@ -361,46 +312,19 @@ def replace_meta(checkpoint: Path, meta: str) -> None:
     replace(table, meta=(new,)).write(checkpoint / TABLE)
 
 
-def blocks_off_devices(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[tuple[str, BlockDigest]]:
-    """The blocks, of arrays read for `like`, that `check_arrays` compares on no rank: they do not lie on one device as
-    they did, or are converted to another type. The same on all ranks."""
-    blocks: list[tuple[str, BlockDigest]] = []
-    for name, leaf in _named(like):
-        there: set[Bounds] = set()
-        if saved.get(name) == [*leaf.shape, str(leaf.dtype)] and not is_key(leaf) and getattr(leaf, "sharding", None):
-            there = {bounds_of(index, leaf.shape) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
-        is_there = inside(there)
-        blocks += [(name, block) for block in table.blocks.get(name, ()) if not is_there(block.bounds)]
-    return blocks
-
-
-def check_arrays(state: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[str]:
-    """What is wrong with the arrays that this process has read: blocks that lie on one device as they did are compared.
-
-    `saved` are the shapes and types that they were saved with: one that was converted cannot be compared.
-    """
-    problems: list[str] = []
-    for name, leaf in _named(keys_to_data(state)):
-        if name not in saved or leaf.dtype != _stored(saved[name]):
-            continue
-        shards = dict(_shards(leaf))  # a copy is read once
-        problems += table.check_array(name, {at: partial(np.asarray, shard.data) for at, shard in shards.items()})
-    return problems
-
-
 def check_whole_arrays(
     arrays: Mapping[str, np.ndarray], table: DigestTable, saved: Mapping[str, list[Any]]
 ) -> list[str]:
     """The same for whole arrays in memory, by their names in the checkpoint."""
     problems: list[str] = []
     for name, array in arrays.items():
-        if array.dtype == _stored(saved[name]):
+        if array.dtype == stored_dtype(saved[name]):
             whole = tuple((0, size) for size in array.shape)
             problems += table.check_array(name, {whole: lambda array=array: array})
     return problems
 
 
-def _stored(shape: Sequence[Any]) -> Any:
+def stored_dtype(shape: Sequence[Any]) -> Any:
     """The type of an array on disk; of random keys, the integers that they are."""
     return jnp.dtype(jnp.uint32) if "key<" in shape[-1] else jnp.dtype(shape[-1])
 
@@ -413,27 +337,27 @@ def restore_state(handler: ocp.PyTreeCheckpointHandler, checkpoint: Path, like: 
     return data_to_keys(handler.restore(epath.Path(checkpoint / STATE), args=args), like)
 
 
-def below(prefix: str, shapes: Mapping[str, _Value]) -> dict[str, _Value]:
+def select_prefix(prefix: str, shapes: Mapping[str, _Value]) -> dict[str, _Value]:
     """What a train state's `shapes` have of `PARAMS` or `REST`, by name."""
     return {name.removeprefix(prefix): value for name, value in shapes.items() if name.startswith(prefix)}
 
 
 def parameter_shapes(shapes: Mapping[str, list[Any]]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of a train state's `shapes`, those of the parameters, by name."""
-    mine = below(PARAMS, shapes)
+    """The shapes of the parameters among a train state's, by name."""
+    mine = select_prefix(PARAMS, shapes)
     return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind)) for name, (*shape, kind) in mine.items()}
 
 
-def evaluated(shapes: Mapping[str, Any]) -> str:
+def evaluated_prefix(shapes: Mapping[str, Any]) -> str:
     """The prefix of the parameters that a train state is evaluated with: of their average, where it has one."""
     return AVERAGE if any(name.startswith(AVERAGE) for name in shapes) else PARAMS
 
 
 def model_bytes(shapes: Mapping[str, list[Any]]) -> int:
     """Bytes of what `read_model` reads, by a train state's `shapes`; random keys, of a few bytes, are left out."""
-    read = evaluated(shapes), REST
+    read = evaluated_prefix(shapes), REST
     kept = [shape for name, shape in shapes.items() if name.startswith(read) and "key<" not in shape[-1]]
-    return sum(math.prod(shape) * bytes_of(kind) for *shape, kind in kept)
+    return sum(math.prod(shape) * jnp.dtype(kind).itemsize for *shape, kind in kept)
 
 
 def read_model(
@@ -445,15 +369,15 @@ def read_model(
     One process reads them alone, and asks no device. Raises ValueError where they do not agree with their digests; what
     Orbax raises passes.
     """
-    kind = evaluated(saved.shapes)
+    kind = evaluated_prefix(saved.shapes)
     arrays = read_named(checkpoint, {name for name in saved.shapes if name.startswith((kind, REST))})
     if problems := check_whole_arrays(arrays, table, saved.shapes):
-        raise UserError(in_words(problems))
-    return below(kind, arrays), below(REST, arrays)
+        raise UserError(problems_text(problems))
+    return select_prefix(kind, arrays), select_prefix(REST, arrays)
 
 
 def read_named(checkpoint: Path, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Some arrays of a checkpoint by their names in `shapes`, whole and in memory."""
+    """Read some arrays of a checkpoint by their names in `shapes`, whole and in memory."""
     with quiet_orbax(), contextlib.closing(array_handler()) as handler:
         tree = handler.metadata(epath.Path(checkpoint / STATE)).tree
         named = partial(jax.tree_util.keystr, simple=True, separator="/")
@@ -465,13 +389,8 @@ def read_named(checkpoint: Path, names: Collection[str]) -> dict[str, np.ndarray
         )
         restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
         args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
-        arrays = _named(handler.restore(epath.Path(checkpoint / STATE), args=args))
+        arrays = named_leaves(handler.restore(epath.Path(checkpoint / STATE), args=args))
     return {name: array for name, array in arrays if name in names}
-
-
-def bytes_of(kind: str) -> int:
-    """Of an element of a type, by its name."""
-    return jnp.dtype(kind).itemsize
 
 
 def cause(error: BaseException) -> str:
@@ -487,10 +406,7 @@ def cause(error: BaseException) -> str:
 
 def shapes(tree: Any) -> dict[str, list[Any]]:
     """Every leaf's shape, and its type behind that, by its name."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): [*leaf.shape, str(leaf.dtype)] for path, leaf in paths
-    }
+    return {name: [*leaf.shape, str(leaf.dtype)] for name, leaf in named_leaves(tree)}
 
 
 def difference(saved: Mapping[str, list[Any]], wanted: Mapping[str, list[Any]], *, whole: bool) -> str:

@@ -5,7 +5,7 @@ the folder that the launcher keeps for the job on each host; what follows, in a 
 copy (`replicas.py`) and the report to rank 0. The next generation is begun when all ranks have ended that of before, so
 the file that it overwrites is never one of the newest whole generation.
 
-Rank 0 decides whether to take a generation, and into which file; `train/agreement.py` makes that known to all ranks.
+Rank 0 decides whether to take a generation, and into which file; `train/saves.py` makes that known to all ranks.
 """
 
 import contextlib
@@ -28,8 +28,7 @@ import numpy as np
 
 from roxxel_dist.checkpoint import files
 from roxxel_dist.checkpoint.blocks import BlockFile, BlockTable, DamagedFile, Header, header_room, layout, read_header
-from roxxel_dist.checkpoint.generations import Generation, Generations
-from roxxel_dist.checkpoint.memory_schedule import CopyDecision, Report, Schedule
+from roxxel_dist.checkpoint.generations import CopyDecision, Generation, Generations, Report, Schedule
 from roxxel_dist.checkpoint.replicas import COPY, CopyServer, address_towards, block_files, read_key, send_file
 from roxxel_dist.cluster.distributed import (
     barrier,

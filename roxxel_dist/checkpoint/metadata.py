@@ -6,7 +6,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
@@ -47,7 +47,7 @@ class MetaFile(NamedTuple):
         return cls(saved["shapes"], saved["meta"], saved["val_loss"])
 
     def to_json(self) -> str:
-        """As it is written."""
+        """The file as it is written."""
         return json.dumps({"format": FORMAT, "val_loss": self.val_loss, "shapes": self.shapes, "meta": self.meta})
 
 
@@ -55,6 +55,41 @@ def steps_of(folder: Path) -> list[int]:
     """The steps of the checkpoints in a folder, complete or not, in order."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def saved_checkpoints(folder: Path) -> dict[int, float | None]:
+    """The step and val_loss of every complete checkpoint in a folder."""
+    return losses_of(folder, steps_of(folder))
+
+
+def losses_of(folder: Path, steps: Iterable[int]) -> dict[int, float | None]:
+    """The val_loss of these checkpoints, by step; None where it has none."""
+    saved: dict[int, float | None] = dict.fromkeys(steps)
+    for step in saved:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: `restore` reports it
+            saved[step] = comparable_loss(MetaFile.read(folder / str(step)).val_loss)
+    return saved
+
+
+def comparable_loss(val_loss: float | None) -> float | None:
+    """A val_loss; None for one that cannot be compared."""
+    return None if val_loss is None or isnan(val_loss) else float(val_loss)
+
+
+def best_of(saved: Mapping[int, float | None]) -> int | None:
+    """The step with the lowest val_loss, the first of them; None where none has one."""
+    losses = [(val_loss, step) for step, val_loss in saved.items() if val_loss is not None]
+    return min(losses)[1] if losses else None
+
+
+def steps_to_keep(
+    saved: Mapping[int, float | None], max_to_keep: int | None, keep_every: int | None, keep_steps: Collection[int]
+) -> set[int]:
+    """The steps to keep: the newest, the best, every `keep_every`-th and `keep_steps`."""
+    steps = sorted(saved)
+    newest = steps if max_to_keep is None else steps[-max_to_keep:]
+    forever = [step for step in steps if step in keep_steps or (keep_every and step % keep_every == 0)]
+    return {*newest, *forever, best_of(saved)} & set(steps)
 
 
 class CheckpointRef(NamedTuple):
@@ -153,7 +188,7 @@ class EarlyStopping:
     """The rows on which it was measured, in words; empty if not known."""
 
     def after(self, val_loss: float) -> "EarlyStopping":
-        """With the loss of one more validation."""
+        """The state with the loss of one more validation."""
         best = not isnan(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
         after = self.patient(0 if best else self.evals_since_best + 1)
         return replace(after, best_loss=val_loss) if best else after
@@ -189,7 +224,7 @@ class BaseModelRef:
         return CheckpointRef(self.run, self.step or None)
 
     def at(self, init_from: str | None) -> "BaseModelRef":
-        """Where it is now, if the config of the run of adapters says `init_from`.
+        """The base where it is now, if the config of the run of adapters says `init_from`.
 
         Another text than before names its new place, as the same one does where the base is no longer at its old one.
         """
@@ -201,7 +236,7 @@ class BaseModelRef:
         return replace(self, run=moved.run, step=step, init_from=init_from)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values for JSON."""
         return {
             "run": absolute(self.run),
             "step": self.step,
@@ -211,7 +246,7 @@ class BaseModelRef:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "BaseModelRef":
-        """From what `to_dict` gave."""
+        """Read what `to_dict` gave."""
         return cls(Path(saved["run"]), saved["step"], saved["asked"], saved.get("fingerprint", ""))
 
 
@@ -246,7 +281,7 @@ class CheckpointMetadata:
     """`determinism.numerics_fingerprint` of the process of a run with virtual shards; empty as `grad_accum` is None."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values for JSON."""
         return {
             **vars(self),
             "early_stopping": vars(self.early_stopping),
@@ -256,7 +291,7 @@ class CheckpointMetadata:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "CheckpointMetadata":
-        """From what `to_dict` gave; of a `Checkpointer`'s checkpoint, all is empty."""
+        """Read what `to_dict` gave; of a `Checkpointer`'s checkpoint, all is empty."""
         if "plan" not in saved:
             return cls()
         base = None if saved["base"] is None else BaseModelRef.from_dict(saved["base"])

@@ -5,15 +5,27 @@ import contextlib
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from roxxel_dist.checkpoint import files
-from roxxel_dist.checkpoint.digests import BlockDigest, DigestTable, damaged_ones, in_words, read_verified, shares
-from roxxel_dist.checkpoint.metadata import CheckpointMetadata, MetaFile
+from roxxel_dist.checkpoint.digests import (
+    BlockDigest,
+    Bounds,
+    DigestTable,
+    bounds_of,
+    containment,
+    damaged_ones,
+    problems_text,
+    read_verified,
+    shares,
+)
+from roxxel_dist.checkpoint.metadata import CheckpointMetadata, MetaFile, best_of
 from roxxel_dist.checkpoint.remote import RemoteCheckpoints, is_read
 from roxxel_dist.checkpoint.stored_blocks import wrong_blocks
 from roxxel_dist.cluster.distributed import (
@@ -103,10 +115,10 @@ class CheckpointReader:
 
     def best_step(self) -> int | None:
         """The one of `steps` with the lowest val_loss; None where none was saved with one."""
-        return files.best_of(self._saved)
+        return best_of(self._saved)
 
     def val_loss(self, step: int) -> float | None:
-        """That a checkpoint was saved with; None without one, or where it is no number."""
+        """The val_loss that a checkpoint was saved with; None without one, or where it is no number."""
         return self._saved.get(step)
 
     def close(self, limit_s: float | None = None) -> None:
@@ -137,7 +149,7 @@ class CheckpointReader:
         return self._restore(step, like, whole=True)
 
     def restore_model(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
-        """Some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
+        """Restore some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
 
         Raises what `restore` does.
         """
@@ -153,7 +165,7 @@ class CheckpointReader:
 
     def has_average(self, step: int) -> bool:
         """Whether a checkpoint has an average of the parameters."""
-        return files.evaluated(self._read(step)[0].shapes) == files.AVERAGE
+        return files.evaluated_prefix(self._read(step)[0].shapes) == files.AVERAGE
 
     def restore_params(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The parameters alone, whatever the run's optimizer was; see `restore_model`."""
@@ -170,7 +182,7 @@ class CheckpointReader:
         Raises ValueError where it is damaged, and StoreError.
         """
         if self._remote is not None and (problems := self._remote.fetch_model(step)):
-            raise UserError(in_words(problems))
+            raise UserError(problems_text(problems))
 
     def check_params(self, step: int, like: dict[str, Any]) -> None:
         """Raises ValueError where `restore_params` would find another model; `like` may be shapes alone."""
@@ -182,7 +194,7 @@ class CheckpointReader:
 
     def rest_shapes(self, step: int) -> dict[str, list[Any]]:
         """The same of what a checkpoint has beside parameters and moments, as `files.shapes` gives them."""
-        return files.below(files.REST, self._read(step)[0].shapes)
+        return files.select_prefix(files.REST, self._read(step)[0].shapes)
 
     def fingerprint(self, step: int) -> str:
         """A digest of the parameters of a checkpoint, as its table has them."""
@@ -241,9 +253,9 @@ class CheckpointReader:
         state = None
         try:
             state = files.restore_state(self._handler, checkpoint, like, whole=whole)
-            problems = files.check_arrays(state, table, saved.shapes)
+            problems = _check_arrays(state, table, saved.shapes)
             if self._remote is None:  # else they were compared when they were fetched
-                split = files.blocks_off_devices(like, table, saved.shapes)
+                split = _blocks_off_devices(like, table, saved.shapes)
                 problems += wrong_blocks(checkpoint, _share_of(split)).values()
         except Exception as error:  # Orbax raises various types for a file it cannot read
             problems = [files.cause(error)]
@@ -252,8 +264,8 @@ class CheckpointReader:
 
     def _agree(self, step: int, problems: list[str]) -> None:
         """Raises DamagedCheckpoint, on all ranks, where one of them has found something wrong."""
-        heard = [text for text in gather_to_primary(self._name, in_words(problems), CHECK_LIMIT_S) if text]
-        why, deleted = in_words(list(dict.fromkeys(heard))), bool(heard) and not self._exists(step)
+        heard = [text for text in gather_to_primary(self._name, problems_text(problems), CHECK_LIMIT_S) if text]
+        why, deleted = problems_text(list(dict.fromkeys(heard))), bool(heard) and not self._exists(step)
         why, deleted = json.loads(broadcast_from_primary(self._name, json.dumps([why, deleted]), CHECK_LIMIT_S))
         if not why:
             return
@@ -302,3 +314,34 @@ def _share_of(blocks: list[tuple[str, BlockDigest]]) -> list[tuple[str, BlockDig
     """The blocks that this rank compares for all."""
     work = {named: math.prod(high - low for low, high in named[1].bounds) for named in blocks}
     return shares(work, process_count())[process_index()]
+
+
+def _blocks_off_devices(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[tuple[str, BlockDigest]]:
+    """The blocks, of arrays read for `like`, that `_check_arrays` compares on no rank: they do not lie on one device as
+    they did, or are converted to another type. The same on all ranks."""
+    blocks: list[tuple[str, BlockDigest]] = []
+    for name, leaf in files.named_leaves(like):
+        there: set[Bounds] = set()
+        if (
+            saved.get(name) == [*leaf.shape, str(leaf.dtype)]
+            and not files.is_key(leaf)
+            and getattr(leaf, "sharding", None)
+        ):
+            there = {bounds_of(index, leaf.shape) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
+        is_there = containment(there)
+        blocks += [(name, block) for block in table.blocks.get(name, ()) if not is_there(block.bounds)]
+    return blocks
+
+
+def _check_arrays(state: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[str]:
+    """What is wrong with the arrays that this process has read: blocks that lie on one device as they did are compared.
+
+    `saved` are the shapes and types that they were saved with: one that was converted cannot be compared.
+    """
+    problems: list[str] = []
+    for name, leaf in files.named_leaves(files.keys_to_data(state)):
+        if name not in saved or leaf.dtype != files.stored_dtype(saved[name]):
+            continue
+        shards = dict(files.shards_of(leaf))  # a copy is read once
+        problems += table.check_array(name, {at: partial(np.asarray, shard.data) for at, shard in shards.items()})
+    return problems

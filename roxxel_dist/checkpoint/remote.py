@@ -32,7 +32,7 @@ from roxxel_dist.checkpoint.digests import (
     files_below,
     read_verified,
 )
-from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, steps_of
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, losses_of, steps_of
 from roxxel_dist.checkpoint.stored_blocks import ByteRange, Index, wrong_blocks
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.process.durable import make_folder, write_file
@@ -91,7 +91,7 @@ class RemoteCheckpoints:
             self._store.delete([info.key for step in rest for info in objects[step].values()])
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(self.fetch_meta, whole))
-        return files.losses(self._folder, whole)
+        return losses_of(self._folder, whole)
 
     def exists(self, step: int) -> bool:
         """Whether a checkpoint counts now."""
@@ -298,7 +298,7 @@ class RemoteCheckpoints:
         """Bring what `files.read_model` reads of a checkpoint here, for one process that reads it alone; what is wrong
         with it. Its `meta.json` and table are here."""
         saved, table = read_verified(self._folder / str(step), step)
-        read = files.evaluated(saved.shapes), files.REST
+        read = files.evaluated_prefix(saved.shapes), files.REST
         return self.fetch(step, table, lambda name, _: name.startswith(read))
 
     def fetch_all(self, step: int) -> list[str]:

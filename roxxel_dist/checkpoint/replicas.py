@@ -99,7 +99,7 @@ class Channel:
         self._sent += 1
 
     def send_all(self, data: memoryview) -> None:
-        """As many frames as it takes."""
+        """Send bytes in as many frames as it takes."""
         for begin in range(0, len(data), FRAME_BYTES):
             self.send(data[begin : begin + FRAME_BYTES])
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from roxxel_dist.checkpoint import files
-from roxxel_dist.checkpoint.metadata import MetaFile
+from roxxel_dist.checkpoint.metadata import MetaFile, comparable_loss, steps_to_keep
 from roxxel_dist.checkpoint.reader import CheckpointReader, DamagedCheckpoint
 from roxxel_dist.checkpoint.remote import RemoteCheckpoints
 from roxxel_dist.cluster.distributed import (
@@ -206,7 +206,7 @@ class CheckpointStore(CheckpointReader):
         self.settle()
         if step in self._saved:
             return
-        val_loss = files.number(val_loss)
+        val_loss = comparable_loss(val_loss)
         text = MetaFile(files.shapes(state), meta, val_loss).to_json()
         self._count += 1
         # A name of its own: what a failed attempt still writes, late, cannot get into the next one.
@@ -266,7 +266,7 @@ class CheckpointStore(CheckpointReader):
         return ending
 
     def _steps_to_keep(self, save: _Save) -> set[int]:
-        return files.steps_to_keep(self._saved | {save.step: save.val_loss}, *self._keep)
+        return steps_to_keep(self._saved | {save.step: save.val_loss}, *self._keep)
 
     def _commit(self, save: _Save) -> _Problem:
         """On rank 0, when every rank has written its part: the problem, or nothing."""
@@ -308,11 +308,10 @@ class CheckpointStore(CheckpointReader):
         if not causes:
             return _Ending()
         which = f"step{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}" if left else "local copies"
-        why = "; ".join(causes)
         return _Ending(
             left=tuple(left),
             warning=f"the checkpoint of step {save.step} is saved in {self.folder}, and older ones ({which}) could not "
-            f"be deleted ({why}): the next save tries again",
+            f"be deleted ({'; '.join(causes)}): the next save tries again",
         )
 
     def poll(self) -> SaveResult | None:
@@ -416,8 +415,7 @@ class CheckpointStore(CheckpointReader):
                 self._passed_over.append(wrong.step)
                 lines.append(f"{wrong}; it is passed over, and the next save renames it")
         self._read_last = None
-        newest = self.latest_step()
-        return "\n".join([*lines, f"going on from step {newest}, the newest complete checkpoint"])
+        return "\n".join([*lines, f"going on from step {self.latest_step()}, the newest complete checkpoint"])
 
     def _newer_than_whole(self, damage: DamagedCheckpoint) -> list[DamagedCheckpoint]:
         """A damaged checkpoint, and those below it that are damaged too, to the newest one that is whole."""

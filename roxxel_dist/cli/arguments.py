@@ -167,9 +167,9 @@ def _with_config(
         from_file = chosen(base) & without_effect(base.to_dict()).keys()
         names = from_file | from_flags
         if config.init_from is not None and names & without_effect(config.to_dict()).keys():
-            from roxxel_dist.weights.base import with_shape_of
+            from roxxel_dist.weights.base import take_hf_shape
 
-            check_effect(with_shape_of(config), names, from_flags)  # what the base has may give them their effect
+            check_effect(take_hf_shape(config), names, from_flags)  # what the base has may give them their effect
         else:
             check_effect(config, names, from_flags)
     return args, config

@@ -37,7 +37,7 @@ class VerifyArgs:
 def verify(words: list[str]) -> int:
     """Compare checkpoints, exports or shards with their digests."""
     args = parse(VerifyArgs, words, "verify")
-    from roxxel_dist.checkpoint import verify as checks
+    from roxxel_dist.checkpoint import stored_blocks as checks
     from roxxel_dist.checkpoint.metadata import CheckpointRef, steps_of
 
     ref = CheckpointRef.parse(args.path)
@@ -84,7 +84,7 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
     import shutil
     import tempfile
 
-    from roxxel_dist.checkpoint import verify as checks
+    from roxxel_dist.checkpoint import stored_blocks as checks
     from roxxel_dist.place.bucket_run import BucketRun
     from roxxel_dist.process.durable import cache_folder
 
@@ -169,9 +169,8 @@ def audit(words: list[str]) -> int:
             raise UserError(f"--every is {args.every}: it must be at least 1")
         if args.dump is not None and (steps is None or steps[0] != steps[1]):
             raise UserError(f"--dump is of one step, and --steps is {args.steps}: write S:S")
-        from roxxel_dist.audit.dump import dump
         from roxxel_dist.audit.record import RunRecord
-        from roxxel_dist.audit.replay import intervals_of, prepare, replay
+        from roxxel_dist.audit.replay import dump, intervals_of, prepare, replay
         from roxxel_dist.utils.display import ProgressBars
 
         run = RunRecord.read(args.run)
@@ -247,7 +246,7 @@ def compare(words: list[str]) -> int:
     """Find the last step up to which two runs are equal, by their digests."""
     args = parse(CompareArgs, words, "compare")
     with usage_errors():
-        from roxxel_dist.audit import compare as runs
+        from roxxel_dist.audit import record as runs
         from roxxel_dist.audit.record import RunRecord
 
         comparison = runs.compare(*(RunRecord.read(run) for run in args.runs))
@@ -300,8 +299,8 @@ def check_layouts(words: list[str]) -> int:
         if args.seq_len is not None and not 2 <= args.seq_len <= MOST_WHOLE:
             raise UserError(f"--seq_len is {args.seq_len}: it must be at least 2, and at most {MOST_WHOLE:,}")
     names = None if args.layouts is None else [name.strip() for name in args.layouts.split(",")]
-    from roxxel_dist.layouts.check import as_json
     from roxxel_dist.layouts.check import check_layouts as check
+    from roxxel_dist.layouts.check import report_json
 
     def show(result: "LayoutResult") -> None:
         if not args.json:
@@ -311,7 +310,7 @@ def check_layouts(words: list[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         report = check(config, args.data_path, devices=args.devices, layouts=names, seq_len=args.seq_len, done=show)
     if args.json:
-        print(json.dumps(as_json(report)))
+        print(json.dumps(report_json(report)))
         return 0 if report.agree else EXIT_FAILED
     for note in report.notes:
         print(printable(note))

@@ -233,7 +233,7 @@ def merge(words: list[str]) -> int:
     """Average several checkpoints of a run into one model."""
     args = parse(MergeArgs, words, "merge")
     with usage_errors():
-        from roxxel_dist.weights.merge import merge_run
+        from roxxel_dist.weights.export import merge_run
 
         print(merge_run(**dataclasses.asdict(args)))
     return 0

@@ -144,8 +144,10 @@ def _factor(flags: Mapping[str, str]) -> int:
 
 def anneal(named: str, args: TrainArgs, config: Any) -> int:
     """A decay branch from each checkpoint that `train --anneal RUN@A,B` names, as trials of a study."""
-    from roxxel_dist.run.anneal import branches_of
+    from tempfile import TemporaryDirectory
+
     from roxxel_dist.run.metadata import data_of, saved_config
+    from roxxel_dist.run.past import branches_of
 
     if attempt_number() or "ROXXEL_RUN_ID" in os.environ:
         raise UserError(f"--anneal {named} is a study, which starts its own processes: leave the launcher out")

@@ -46,7 +46,7 @@ def train(words: list[str]) -> int:
     from roxxel_dist.train.step.bad_steps import BadStep
 
     if args.anneal:
-        from roxxel_dist.run.anneal import make_decay_branch
+        from roxxel_dist.run.past import make_decay_branch
 
         with usage_errors():
             make_decay_branch(config, CheckpointRef.parse(args.anneal))
@@ -91,7 +91,7 @@ def batch(words: list[str]) -> int:
     """Print what one step reads: data set, shard, document, text."""
     args = parse(BatchArgs, words, "batch")
     with usage_errors():
-        from roxxel_dist.run.batch import describe_batch
+        from roxxel_dist.run.curriculum import describe_batch
 
         print(describe_batch(args.source, args.step, args.data_path, text=args.text))
     return 0

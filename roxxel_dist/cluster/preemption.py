@@ -1,4 +1,4 @@
-"""Requests to stop that this process receives; `train/agreement.py` makes them requests to all ranks."""
+"""Requests to stop that this process receives; `train/saves.py` makes them requests to all ranks."""
 
 import contextlib
 import os

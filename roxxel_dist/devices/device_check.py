@@ -47,7 +47,7 @@ OF_CPU = Work(size=512, dtype="float32", words=1 << 18, products=2, copies=20, s
 OF_ACCELERATOR = Work(size=4096, dtype="bfloat16", words=1 << 26, products=100, copies=20, stretch=1, seconds=0.5)
 
 
-def hashed(place: Any) -> Any:
+def mix_bits(place: Any) -> Any:
     """Mixed bits of uint32 numbers, an array of numpy or jax."""
     bits = place * np.uint32(0x9E3779B1)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x85EBCA77)
@@ -57,12 +57,12 @@ def hashed(place: Any) -> Any:
 def matrix(size: int, seed: int, numpy: Any = jnp) -> Any:
     """int32[size, size] of integers in [-4, 3], from numpy or jax."""
     place = numpy.arange(size * size, dtype=numpy.uint32) + numpy.uint32(seed)
-    return (hashed(place) & numpy.uint32(7)).astype(numpy.int32).reshape(size, size) - 4
+    return (mix_bits(place) & numpy.uint32(7)).astype(numpy.int32).reshape(size, size) - 4
 
 
 def weights(size: int, seed: int) -> Any:
     """uint32[size] of odd numbers, by which every single wrong element changes a sum modulo 2^32."""
-    return hashed(np.arange(size, dtype=np.uint32) + np.uint32(seed)) | np.uint32(1)
+    return mix_bits(np.arange(size, dtype=np.uint32) + np.uint32(seed)) | np.uint32(1)
 
 
 def product(left: jax.Array, right: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
@@ -80,21 +80,21 @@ def expected_product(size: int) -> int:
     return int(((left * inner[None, :]).sum(axis=1, dtype=np.uint32) * rows).sum(dtype=np.uint32))
 
 
-def copied(words: jax.Array) -> jax.Array:
+def copy_words(words: jax.Array) -> jax.Array:
     """The array, each word plus 1: every byte is read and written."""
     return words + jnp.uint32(1)
 
 
-def weighted(words: jax.Array) -> jax.Array:
+def weighted_sum(words: jax.Array) -> jax.Array:
     """uint32: the sum of the words modulo 2^32, each weighted by its place."""
     place = jnp.arange(words.size, dtype=jnp.uint32)
-    return jnp.sum(words.reshape(-1).astype(jnp.uint32) * (hashed(place) | jnp.uint32(1)), dtype=jnp.uint32)
+    return jnp.sum(words.reshape(-1).astype(jnp.uint32) * (mix_bits(place) | jnp.uint32(1)), dtype=jnp.uint32)
 
 
 def expected_copy(count: int, added: int) -> int:
-    """What `weighted` gives of 0, 1, 2, … after so many copies."""
+    """What `weighted_sum` gives of 0, 1, 2, … after so many copies."""
     place = np.arange(count, dtype=np.uint32)
-    odd = hashed(place) | np.uint32(1)
+    odd = mix_bits(place) | np.uint32(1)
     return int(((place + np.uint32(added % 2**32)) * odd).sum(dtype=np.uint32))
 
 
@@ -130,7 +130,7 @@ def check_product(device: Any, work: Work) -> tuple[float, bool]:
 
 def check_copy(device: Any, work: Work) -> tuple[float, bool]:
     """(milliseconds, whether the array was right at the end) of a device."""
-    run, count = jax.jit(copied), 0
+    run, count = jax.jit(copy_words), 0
     words = jax.jit(lambda _: jnp.arange(work.words, dtype=jnp.uint32))(jax.device_put(0, device))
     jax.block_until_ready(run(words))
 
@@ -141,14 +141,14 @@ def check_copy(device: Any, work: Work) -> tuple[float, bool]:
         jax.block_until_ready(words)
 
     took = best_ms(work, window)
-    return took, int(jax.jit(weighted)(words)) == expected_copy(work.words, count)
+    return took, int(jax.jit(weighted_sum)(words)) == expected_copy(work.words, count)
 
 
 def check_sum(devices: list[Any], work: Work) -> tuple[float, list[int]]:
     """(milliseconds, the places of devices whose result was wrong) of a sum over all devices, which each gets."""
     count, length = len(devices), max(1, work.words // len(devices) // 4)
     mesh = Mesh(np.array(devices), ("host",))
-    values = (hashed(np.arange(count * length, dtype=np.uint32)) & 7).astype(np.float32).reshape(count, length)
+    values = (mix_bits(np.arange(count * length, dtype=np.uint32)) & 7).astype(np.float32).reshape(count, length)
     split = NamedSharding(mesh, PartitionSpec("host"))
     given = jax.make_array_from_callback(values.shape, split, lambda index: values[index])
 

@@ -1,7 +1,9 @@
 """The text of an optimized program (HLO) as instructions."""
 
+import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -22,7 +24,7 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """All of it."""
+        """Bytes of all of it."""
         bits = re.search(r"\d+", self.dtype)
         return math.prod(self.shape) * (1 if self.dtype == "pred" else int(bits[0]) / 8 if bits else 0)
 
@@ -81,6 +83,31 @@ class Instruction:
         names = ("calls", "body", "to_apply", "true_computation", "false_computation", "branch_computations")
         found = [self.attribute(name) or "" for name in names]
         return [name for text in found for name in re.findall(r"[\w.-]+", text)]
+
+    def groups(self, count: int) -> list[list[int]]:
+        """The groups of `count` devices of a collective; all of them where it names none."""
+        text = self.rest
+        if found := re.search(r"(?:source_target_pairs|replica_groups)=\{(\{[\d,{}]*\})\}", text):
+            return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", found[1])]
+        flat, size = list(range(count)), count
+        if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+            shape = [int(n) for n in found[3].split(",")]
+            order = [int(n) for n in found[4].split(",")] if found[4] else list(range(len(shape)))
+            flat, size = _transposed(shape, order), int(found[2])
+        elif found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", text):
+            axes, chosen = re.findall(r"'([^']*)'=(\d+)", found[1]), set(re.findall(r"'([^']*)'", found[2]))
+            shape = [int(size) for _, size in axes]
+            own = [i for i, (name, _) in enumerate(axes) if name in chosen]
+            flat = _transposed(shape, [i for i in range(len(shape)) if i not in own] + own)
+            size = math.prod(shape[i] for i in own)
+        return [flat[i : i + size] for i in range(0, len(flat), size)]
+
+
+def _transposed(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    """0, 1, 2, ... in an array of this shape, read with its dimensions in another order."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    ranges = [range(shape[i]) for i in order]
+    return [sum(n * strides[i] for n, i in zip(index, order, strict=True)) for index in itertools.product(*ranges)]
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:

@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
 
 @dataclass
 class ProgramCost:
-    """Of one device, for one run of the program."""
+    """The cost of one run of a program on one device."""
 
     flops: float = 0.0
     """Of matrix products, convolutions and attention kernels, a multiply and an add as two."""
@@ -68,7 +68,7 @@ class ProgramCost:
 
     @property
     def launches(self) -> float:
-        """Of all kernels, collectives among them."""
+        """Launches of all kernels, collectives among them."""
         return sum(kernel.launches for kernel in self.kernels)
 
     def add(self, other: "ProgramCost", times: float = 1.0) -> None:
@@ -104,7 +104,7 @@ class _Analysis:
         self._by_name = {name: {each.name: each for each in body} for name, body in computations.items()}
 
     def cost(self, name: str, trips: float, begun: Set[Any] = frozenset()) -> ProgramCost:
-        """Of one run of a computation, within a loop of so many trips, without the collectives that are `begun`."""
+        """The cost of a run of a computation, in a loop of so many trips, without the collectives that are `begun`."""
         key = name, trips, frozenset(begun)
         if key not in self._known:
             total = self._known[key] = ProgramCost()
@@ -321,7 +321,7 @@ class _Analysis:
             return
         channels.add(channel)
         operand = sum(array.bytes for found in self._operands(where, each) for array in found)
-        groups = _groups(each, len(self.hosts))
+        groups = each.groups(len(self.hosts))
         size = max(map(len, groups), default=1)
         if size <= 1:
             return
@@ -353,32 +353,6 @@ def _sent(kind: str, operand: float, size: int) -> float:
             return operand
         case _:
             return operand * (size - 1) / size
-
-
-def _groups(each: Instruction, count: int) -> list[list[int]]:
-    """The groups of devices of a collective; all of them where it names none."""
-    text = each.rest
-    if found := re.search(r"(?:source_target_pairs|replica_groups)=\{(\{[\d,{}]*\})\}", text):
-        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", found[1])]
-    flat, size = list(range(count)), count
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape = [int(n) for n in found[3].split(",")]
-        order = [int(n) for n in found[4].split(",")] if found[4] else list(range(len(shape)))
-        flat, size = _transposed(shape, order), int(found[2])
-    elif found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", text):
-        axes, chosen = re.findall(r"'([^']*)'=(\d+)", found[1]), set(re.findall(r"'([^']*)'", found[2]))
-        shape = [int(size) for _, size in axes]
-        own = [i for i, (name, _) in enumerate(axes) if name in chosen]
-        flat = _transposed(shape, [i for i in range(len(shape)) if i not in own] + own)
-        size = math.prod(shape[i] for i in own)
-    return [flat[i : i + size] for i in range(0, len(flat), size)]
-
-
-def _transposed(shape: Sequence[int], order: Sequence[int]) -> list[int]:
-    """0, 1, 2, ... in an array of this shape, read with its dimensions in another order."""
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    ranges = [range(shape[i]) for i in order]
-    return [sum(n * strides[i] for n, i in zip(index, order, strict=True)) for index in itertools.product(*ranges)]
 
 
 def _slice_read(inner: Sequence[Instruction], index: int) -> float | None:

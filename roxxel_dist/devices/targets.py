@@ -223,11 +223,11 @@ def gpu_config(gpu: Gpu) -> str:
     return (
         f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} '
-        f"runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: {quoted(gpu.device_kind)}"
+        f"runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: {quote_text(gpu.device_kind)}"
     )
 
 
-def quoted(text: str) -> str:
+def quote_text(text: str) -> str:
     """A string of the text form of a protocol buffer."""
     return '"' + text.replace('"', '\\"') + '"'
 

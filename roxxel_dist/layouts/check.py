@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,30 +16,37 @@ from flax import nnx
 
 from roxxel_dist.cluster.mesh import EXPERT
 from roxxel_dist.layouts.compare import Difference, difference_in_noise, differences, differences_in_count
-from roxxel_dist.layouts.device_count import as_process
 from roxxel_dist.layouts.layout import (
     OWN_MESH,
     BatchName,
     Layout,
-    asked,
     has_own_axes,
     layout_of,
     layout_of_mesh,
-    single,
+    parse_names,
+    pretend_process,
+    reference_layout,
 )
 from roxxel_dist.layouts.noise import THREEFRY
 from roxxel_dist.layouts.one_step import GRADIENT, LOSS, Outcome, StepProgram, Weights, initial_weights
-from roxxel_dist.layouts.reference import Reference, ReferencePrograms
-from roxxel_dist.layouts.start_and_update import InitialCheck, UpdateCheck
-from roxxel_dist.layouts.subject import Subject, check_devices, of_config, without_balance
-from roxxel_dist.layouts.traced_loss import backward_order, coarsest, draw_lines, first_inputs, loss_jaxpr, text_of
+from roxxel_dist.layouts.own_code import (
+    InitialCheck,
+    UpdateCheck,
+    backward_order,
+    coarsest,
+    draw_lines,
+    first_inputs,
+    loss_jaxpr,
+    text_of,
+)
+from roxxel_dist.layouts.reference import ReferencePrograms, Truth
+from roxxel_dist.layouts.subject import Subject, check_devices, drop_balance, open_subject
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.layout_mark import mark_checked, own_code
 from roxxel_dist.run.trainer import Trainer
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.train.parts import Parts
+from roxxel_dist.train.parts import Parts, mark_checked, own_code
 from roxxel_dist.train.step.optimizer import for_run
 from roxxel_dist.train.step.step import BALANCE
 
@@ -124,13 +131,13 @@ def check_layouts(
         UserError: a mistake in the config or the data, a model that does not fit one device, or a loss that is random
             by itself.
     """
-    names = asked(layouts)
+    names = parse_names(layouts)
     with usage_errors():
         if isinstance(target, Trainer) and target.has_parts:
             report = _Check(Subject.of_parts(target.parts), seq_len, done).run(names)
             return _marked(report, target.parts)
         config = target.config if isinstance(target, Trainer) else target
-        with of_config(config, data_path, devices) as subject:
+        with open_subject(config, data_path, devices) as subject:
             return _marked(_Check(subject, seq_len, done).run(names), config)
 
 
@@ -142,37 +149,12 @@ def _marked(report: LayoutReport, source: Config | Parts) -> LayoutReport:
     return report
 
 
-@dataclass
-class _Truth:
-    """The reference of a batch."""
-
-    programs: ReferencePrograms
-    order: list[str]
-    """Parameters as the backward pass finishes them."""
-    lines: dict[str, list[str]]
-    """Random stream -> the lines of the user's code that draw from it."""
-    reference: Reference | None = None
-    with_noise: dict[tuple[str, ...], Reference] = field(default_factory=dict)
-    """By the streams that draw."""
-
-    def measured(self) -> Reference:
-        """Measured once."""
-        self.reference = self.reference or self.programs.run()
-        return self.reference
-
-    def measured_with(self, streams: tuple[str, ...]) -> Reference:
-        """With the noise of these streams; measured once."""
-        if streams not in self.with_noise:
-            self.with_noise[streams] = self.programs.run_with_noise(streams, self.measured().terms)
-        return self.with_noise[streams]
-
-
 @dataclass(frozen=True)
 class _Begun:
     """A layout whose programs are being compiled."""
 
     layout: Layout
-    truth: _Truth
+    truth: Truth
     program: StepProgram
 
 
@@ -183,14 +165,14 @@ class _Check:
         self._subject, self._seq_len, self._done = subject, seq_len, done
         self._devices = check_devices(subject.mesh)
         self._has_balance = self._even = False
-        self._truths: dict[tuple[BatchName, bool], _Truth] = {}
+        self._truths: dict[tuple[BatchName, bool], Truth] = {}
         self._notes: list[str] = []
         self._of_processes: LayoutResult | None = None
         self._initials: InitialCheck | None = None
         self._updates: UpdateCheck | None = None
 
     def run(self, names: Sequence[str]) -> LayoutReport:
-        """All of it."""
+        """Run the whole check."""
         start = time.perf_counter()
         self._weights: Weights = self._initial(self._single("rows"))
         main = self._truth("rows")
@@ -240,10 +222,10 @@ class _Check:
     def _single(self, batch: BatchName) -> Layout:
         layout = self._layout("rows") if self._subject.mesh is None else None
         if isinstance(layout, Layout):
-            return single(layout.mesh, layout.sharding, batch)
+            return reference_layout(layout.mesh, layout.sharding, batch)
         assert self._subject.mesh is not None
         assert self._subject.sharding is not None
-        return single(self._subject.mesh, self._subject.sharding, batch)
+        return reference_layout(self._subject.mesh, self._subject.sharding, batch)
 
     def _layout(self, name: str) -> Layout | str:
         subject = self._subject
@@ -258,12 +240,12 @@ class _Check:
     def _batch(self, name: BatchName) -> Any:
         return self._subject.batch(name, len(self._devices), self._seq_len, even=self._even)
 
-    def _truth(self, batch: BatchName, *, balanced: bool = True) -> _Truth:
+    def _truth(self, batch: BatchName, *, balanced: bool = True) -> Truth:
         """The reference of a batch, being compiled; with the balance loss, or without."""
         key = batch, balanced
         if key not in self._truths:
             layout, rows, subject = self._single(batch), self._batch(batch), self._subject
-            is_main, loss = key == ("rows", True), subject.loss if balanced else without_balance(subject.loss)
+            is_main, loss = key == ("rows", True), subject.loss if balanced else drop_balance(subject.loss)
             trace = partial(loss_jaxpr, subject.model, loss, layout, self._weights, rows)
             jaxpr = trace()
             if subject.is_own and is_main:
@@ -271,7 +253,7 @@ class _Check:
             programs = ReferencePrograms.compile_reference(
                 subject.model, loss, layout, self._weights, rows, unit=coarsest(jaxpr), in_float64=is_main
             )
-            self._truths[key] = _Truth(
+            self._truths[key] = Truth(
                 programs,
                 backward_order(jaxpr, sorted(self._weights.params)),
                 draw_lines(jaxpr, first_inputs(self._weights), self._weights.keys),
@@ -284,7 +266,7 @@ class _Check:
         Raises UserError where two traces of the same process differ.
         """
         first = text_of(jaxpr)
-        with as_process(1, 2):
+        with pretend_process(1, 2):
             second = text_of(trace())
         if second == first:
             return
@@ -293,7 +275,7 @@ class _Check:
                 "the loss is random by itself: two traces of it differ, so it has numbers of Python's random, of "
                 "numpy or of a counter of its own. Draw noise from keys of the model's nnx.Rngs"
             )
-        with as_process(0, 2):
+        with pretend_process(0, 2):
             if text_of(trace()) == second:
                 self._notes.append(
                     "model or loss ask for jax.process_count(): whether a step of several processes is that of one "
@@ -330,7 +312,7 @@ class _Check:
             truth = self._truth(layout.truth, balanced=balanced)
         except Exception as error:
             return _without_reference(layout, error)
-        loss = self._subject.loss if balanced else without_balance(self._subject.loss)
+        loss = self._subject.loss if balanced else drop_balance(self._subject.loss)
         try:
             program = StepProgram.compile_program(
                 self._subject.model, loss, layout, self._weights, self._batch(layout.batch)
@@ -437,7 +419,7 @@ def _line(error: BaseException) -> str:
     return first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
 
 
-def as_json(report: LayoutReport) -> dict[str, Any]:
+def report_json(report: LayoutReport) -> dict[str, Any]:
     """A report as plain values; a number that is not finite is None."""
     fields: dict[str, Any] = dataclasses.asdict(report)
     fields["agree"] = report.agree

@@ -8,7 +8,7 @@ import numpy as np
 
 from roxxel_dist.layouts.layout import Layout
 from roxxel_dist.layouts.one_step import GRADIENT, SCALAR, STATE, Outcome
-from roxxel_dist.layouts.reference import Reference, norm, wide
+from roxxel_dist.layouts.reference import Reference, norm, to_float64
 
 STREAM, UPDATE, INITIAL = "random stream ", "update of ", "initial value of "
 KINDS = {INITIAL: "initial", GRADIENT: "gradient", UPDATE: "update", STATE: "state", SCALAR: "scalar", STREAM: "stream"}
@@ -51,7 +51,7 @@ class Difference:
 
     @property
     def name(self) -> str:
-        """Of the parameter, the scalar, the array of the state or the stream."""
+        """The name of the parameter, the scalar, the array of the state or the stream."""
         return self.what.removeprefix(self._start)
 
     @property
@@ -83,10 +83,10 @@ def differences(
     if not layout.calls_once:
         # Each part is a call of its own, so a stream has counted further, and so has any integer that counts calls.
         state = [name for name in state if name in reference.error and name.removeprefix(STATE) not in streams]
-    return compared([*before, *(GRADIENT + name for name in order), *state], outcome, reference, layout)
+    return compare_results([*before, *(GRADIENT + name for name in order), *state], outcome, reference, layout)
 
 
-def compared(
+def compare_results(
     names: Sequence[str], outcome: Outcome, reference: Reference, layout: Layout
 ) -> tuple[list[Difference], float]:
     """(those of the named results that differ, in order; the largest distance of one that agrees, in bounds)."""
@@ -97,7 +97,7 @@ def compared(
             continue  # the loss of each row, where rows are others
         copies = outcome.copies.get(name, [here])
         is_floating = name in reference.error
-        distances = [norm(wide(copy) - exact if is_floating else np.asarray(copy) != exact) for copy in copies]
+        distances = [norm(to_float64(copy) - exact if is_floating else np.asarray(copy) != exact) for copy in copies]
         farthest = int(np.argmax(distances))
         distance, bound = distances[farthest], reference.bound(name)
         if distance <= bound:
@@ -111,7 +111,7 @@ def _difference(
     name: str, here: np.ndarray, reference: Reference, layout: Layout, distance: float, copies: int
 ) -> Difference:
     exact, bound = reference.exact[name], reference.bound(name)
-    ratio, angle = (None, None) if name not in reference.error else ratio_and_angle(wide(here), exact)
+    ratio, angle = (None, None) if name not in reference.error else ratio_and_angle(to_float64(here), exact)
     if not np.isfinite(distance):
         meaning = "it is not finite: a division by a part's count of 0, or a mask that leaves a part nothing"
     elif copies > 1:
@@ -119,7 +119,7 @@ def _difference(
     elif name not in reference.error:
         meaning = "integers, compared exactly: they count, or are drawn, once for each part"
     else:
-        size = norm(wide(here))
+        size = norm(to_float64(here))
         meaning = meaning_of(ratio, angle, layout.sizes, is_zero=size <= bound, is_number=here.size == 1)
     if name.startswith(STATE) and copies == 1 and name in reference.error:
         once = "a statistic of the rows is one part's" if layout.calls_once else "each part changes the state anew"

@@ -1,10 +1,12 @@
 """The ways to divide a step that are compared: what devices there must be, and which batch it is of."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -52,7 +54,7 @@ class Layout:
         return self.fsdp or self.name in ("tensor", "experts")
 
 
-def asked(names: Sequence[str] | None) -> tuple[str, ...]:
+def parse_names(names: Sequence[str] | None) -> tuple[str, ...]:
     """The names of layouts as asked for, in order; all for None. Raises UserError for one that there is not."""
     for name in names or ():
         if name not in (*NAMES, OWN_MESH):
@@ -60,7 +62,7 @@ def asked(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(name for name in (OWN_MESH, *NAMES) if names is None or name in names)
 
 
-def single(mesh: Mesh, sharding: NamedSharding, batch: BatchName) -> Layout:
+def reference_layout(mesh: Mesh, sharding: NamedSharding, batch: BatchName) -> Layout:
     """The reference: the first device of a mesh, whose axes all have the size 1."""
     axes = mesh.axis_names
     alone = Mesh(
@@ -129,7 +131,7 @@ def layout_of(name: str, devices: Sequence[Any]) -> Layout | str:
 
 def _micro_batches(mesh: Mesh, sharding: NamedSharding | None = None) -> Layout:
     """On the first device of a mesh."""
-    alone = single(mesh, sharding or batch_sharding(mesh), "rows")
+    alone = reference_layout(mesh, sharding or batch_sharding(mesh), "rows")
     text, sizes = f"{MICRO_BATCHES} micro-batches on one device", {"micro-batches": MICRO_BATCHES}
     return dataclasses.replace(alone, name="accum", text=text, grad_accum=MICRO_BATCHES, sizes=sizes)
 
@@ -153,3 +155,40 @@ def has_own_axes(mesh: Mesh) -> bool:
 def everywhere(mesh: Mesh) -> NamedSharding:
     """Whole on each device."""
     return NamedSharding(mesh, P())
+
+
+LISTS, COUNTS = ("devices", "local_devices"), ("device_count", "local_device_count")
+"""Functions of jax that list devices, or count them."""
+
+
+@contextlib.contextmanager
+def devices_of(mesh: Mesh) -> Iterator[None]:
+    """Let jax list and count the devices of the mesh alone within, as in a process that has no others.
+
+    Else a loss that is divided by `jax.device_count()` would be so on one device too, and no layout would differ.
+    """
+    own = list(mesh.devices.flat)
+    if len(own) == jax.device_count():
+        yield
+        return
+    functions: dict[str, Any] = {name: lambda *args, **options: list(own) for name in LISTS}
+    with _replaced(functions | {name: lambda *args, **options: len(own) for name in COUNTS}):
+        yield
+
+
+@contextlib.contextmanager
+def pretend_process(index: int, count: int) -> Iterator[None]:
+    """Let jax say within that this process is the one of this index, of so many."""
+    functions = {"process_index": lambda *args, **options: index, "process_count": lambda *args, **options: count}
+    with _replaced(functions):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(functions: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(jax, name) for name in functions}
+    try:
+        jax.__dict__.update(functions)
+        yield
+    finally:
+        jax.__dict__.update(before)

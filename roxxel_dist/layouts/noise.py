@@ -100,7 +100,7 @@ def other_kinds(rest: Leaves) -> list[str]:
     return sorted({str(jax.random.key_impl(leaf)) for leaf in rest.values() if is_key(leaf)} - {THREEFRY})
 
 
-def with_noise(words: np.ndarray) -> np.ndarray:
+def switch_on(words: np.ndarray) -> np.ndarray:
     """The data of the same counted keys, switched on."""
     changed = words.copy()
     changed[..., SWITCH] = 1
@@ -112,15 +112,15 @@ def wrap(words: Any) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(words), impl=COUNTED)
 
 
-def forget() -> None:
+def reset_draws() -> None:
     """Begin to count anew."""
     jax.effects_barrier()
     with _lock:
         _drawn.clear()
 
 
-def drawn(names: Collection[str]) -> dict[str, int]:
-    """name of a stream -> elements drawn by different keys since `forget`; a key counts once for each size."""
+def count_draws(names: Collection[str]) -> dict[str, int]:
+    """name of a stream -> elements drawn by different keys since `reset_draws`; a key counts once for each size."""
     jax.effects_barrier()
     order, totals = sorted(names), dict.fromkeys(names, 0)
     with _lock:

@@ -13,17 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
-from roxxel_dist.cluster.mesh import device_type, fit_sharding, one_device
+from roxxel_dist.cluster.mesh import device_type, fit_sharding
 from roxxel_dist.cluster.xla_flags import RUN_ONCE
-from roxxel_dist.layouts.device_count import devices_of
-from roxxel_dist.layouts.layout import Layout, everywhere
-from roxxel_dist.layouts.noise import counted_keys, drawn, forget, is_key, other_kinds, with_noise, wrap
+from roxxel_dist.layouts.layout import Layout, devices_of, everywhere
+from roxxel_dist.layouts.noise import count_draws, counted_keys, is_key, other_kinds, reset_draws, switch_on, wrap
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.exact.layout import DeviceStates
-from roxxel_dist.train.step.compile import Composite, mesh_of
+from roxxel_dist.train.step.compile import Compiler, abstract
 from roxxel_dist.train.step.optimizer import FixedOptimizer
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import SPIKE_FACTOR, LossFn
@@ -132,7 +131,7 @@ class StepProgram:
     def compile_program(
         cls, model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any, *, wide: bool = False
     ) -> "StepProgram":
-        """For a model, or what builds it, and a batch of int32[B, L] numpy arrays.
+        """The program for a model, or what builds it, and a batch of int32[B, L] numpy arrays.
 
         What the model or the loss raises passes; what the compiler raises comes from `run`.
 
@@ -145,11 +144,10 @@ class StepProgram:
             wide: in float64, which must be enabled.
         """
         dtype, placed = jnp.float64 if wide else jnp.float32, _placed_batch(layout, batch)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed)
         with devices_of(layout.mesh):
             steps = _steps(model, loss_fn, layout, dtype)
             state, hparams = _as_given(steps.state, layout, weights, wide=wide)
-            program = compile_step(steps.train, (state, hparams, shapes), layout.mesh)
+            program = compile_step(steps.train, (state, hparams, abstract(placed)), layout.mesh)
         return cls(layout, state, hparams, placed, program, weights)
 
     @property
@@ -165,7 +163,7 @@ class StepProgram:
     def run(self, params: Mapping[str, np.ndarray] | None = None, *, noise: Collection[str] = ()) -> Outcome:
         """One step, from other parameters if they are given; `noise` names the random streams that draw theirs."""
         values: dict[str, Any] = {**self.weights.rest, **(params or self.weights.params)}
-        values |= {name: with_noise(self.weights.rest[name]) for name in noise}
+        values |= {name: switch_on(self.weights.rest[name]) for name in noise}
 
         def place(name: str, like: Any) -> jax.Array:
             if is_key(like):
@@ -183,7 +181,7 @@ class StepProgram:
             name: jax.device_put(np.asarray(self.weights.hparams[name], like.dtype), like.sharding)
             for name, like in self.hparams.items()
         }
-        forget()
+        reset_draws()
         before = TrainState(empty[0], leaves[0], leaves[1], empty[1], empty[2])
         state, metrics = self.program(before, hparams, self.batch)
         state, metrics = jax.block_until_ready((state.whole if isinstance(state, DeviceStates) else state, metrics))
@@ -246,19 +244,7 @@ class Compiling:
 
 def compile_step(jitted: Any, args: tuple[Any, ...], mesh: Mesh) -> Any:
     """The program of a jitted step, or of one that has parts, for such abstract arguments."""
-
-    def for_each(jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
-        programs: list[Any] = []
-        for device in devices:
-            place = SingleDeviceSharding(device)
-            own = jax.tree.map(lambda leaf, at=place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), args)
-            programs.append(Compiling(jitted, own, one_device(mesh, device)))
-        return programs
-
-    if isinstance(jitted, Composite):
-        with jax.set_mesh(one_device(mesh)):
-            return jitted.compile(Compiling, for_each, *args)
-    return Compiling(jitted, args, mesh_of(args[-1], mesh))
+    return Compiler.by_device(Compiling, mesh).step(jitted, args, mesh)
 
 
 def _outcome(state: TrainState, metrics: Any, weights: Weights) -> Outcome:
@@ -275,7 +261,7 @@ def _outcome(state: TrainState, metrics: Any, weights: Weights) -> Outcome:
         values[name] = each[0]
         if len(each) > 1:
             copies[name] = each
-    return Outcome(values=values, copies=copies, drawn=drawn(weights.keys))
+    return Outcome(values=values, copies=copies, drawn=count_draws(weights.keys))
 
 
 def copies_of(array: jax.Array) -> list[np.ndarray]:

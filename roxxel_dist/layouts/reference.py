@@ -22,7 +22,7 @@ of itself: by 1/n at the least, where one term of n is lost.
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -85,7 +85,7 @@ class ReferencePrograms:
         unit: float,
         in_float64: bool = True,
     ) -> "ReferencePrograms":
-        """For a step; what the model or the loss raises passes.
+        """The programs for a step; what the model or the loss raises passes.
 
         Without `in_float64`, and where the model does not take it, x* is the run as it is, x_0.
         """
@@ -116,8 +116,8 @@ class ReferencePrograms:
                 f"{two:.9g}). Draw noise from keys of the model's nnx.Rngs, so that a step is a function of its state "
                 f"and its batch"
             )
-        samples = [first, *(program.run(moved(program.weights.params, unit, seed)) for seed in range(SAMPLES))]
-        near, why = of_samples(first.values, samples, unit, terms, first.drawn), self.why
+        samples = [first, *(program.run(perturb(program.weights.params, unit, seed)) for seed in range(SAMPLES))]
+        near, why = reference_of_samples(first.values, samples, unit, terms, first.drawn), self.why
         if self.in_float64 is not None:
             try:
                 with jax.enable_x64(True):
@@ -132,8 +132,33 @@ class ReferencePrograms:
         """The reference of a step in which these random streams draw; x* is the run as it is."""
         program, params = self.program, self.program.weights.params
         first = program.run(noise=streams)
-        others = [program.run(moved(params, self.unit, seed), noise=streams) for seed in range(SAMPLES)]
-        return of_samples(first.values, [first, *others], self.unit, terms, first.drawn)
+        others = [program.run(perturb(params, self.unit, seed), noise=streams) for seed in range(SAMPLES)]
+        return reference_of_samples(first.values, [first, *others], self.unit, terms, first.drawn)
+
+
+@dataclass
+class Truth:
+    """What a batch gives on one device, measured when it is asked for."""
+
+    programs: ReferencePrograms
+    order: list[str]
+    """Parameters as the backward pass finishes them."""
+    lines: dict[str, list[str]]
+    """Random stream -> the lines of the user's code that draw from it."""
+    reference: Reference | None = None
+    with_noise: dict[tuple[str, ...], Reference] = field(default_factory=dict)
+    """By the streams that draw."""
+
+    def measured(self) -> Reference:
+        """The reference without noise; measured once."""
+        self.reference = self.reference or self.programs.run()
+        return self.reference
+
+    def measured_with(self, streams: tuple[str, ...]) -> Reference:
+        """The reference with the noise of these streams; measured once."""
+        if streams not in self.with_noise:
+            self.with_noise[streams] = self.programs.run_with_noise(streams, self.measured().terms)
+        return self.with_noise[streams]
 
 
 def _first_line(error: Exception) -> str:
@@ -143,25 +168,27 @@ def _first_line(error: Exception) -> str:
 
 def _in_float64(near: Reference, first: Outcome, exact: Arrays, samples: list[Outcome]) -> Reference:
     """The reference with x* of a float64 run, unless that computes another function."""
-    far = [name for name in near.error if norm(wide(exact[name]) - near.exact[name]) > OTHER * near.bound(name)]
+    far = [name for name in near.error if norm(to_float64(exact[name]) - near.exact[name]) > OTHER * near.bound(name)]
     if any(name == LOSS or name.startswith(GRADIENT) for name in far):
         return _with_note(
             near, f"in float64 the model computes something else ({far[0]}): bounds are of float32 runs alone"
         )
     values = {name: exact[name] if name in near.error else value for name, value in first.values.items()}
-    return of_samples(values, samples, near.unit, near.terms, near.drawn)
+    return reference_of_samples(values, samples, near.unit, near.terms, near.drawn)
 
 
-def of_samples(exact: Arrays, samples: list[Outcome], unit: float, terms: int, drawn: Mapping[str, int]) -> Reference:
+def reference_of_samples(
+    exact: Arrays, samples: list[Outcome], unit: float, terms: int, drawn: Mapping[str, int]
+) -> Reference:
     """The reference of x*, with an error measured by samples of it."""
     floating = [
         name
         for name, value in exact.items()
         if np.issubdtype(np.asarray(value).dtype, np.floating) or _is_narrow(value)
     ]
-    centre = {name: wide(value) if name in floating else value for name, value in exact.items()}
+    centre = {name: to_float64(value) if name in floating else value for name, value in exact.items()}
     error = {
-        name: float(np.sqrt(np.mean([norm(wide(sample.values[name]) - centre[name]) ** 2 for sample in samples])))
+        name: float(np.sqrt(np.mean([norm(to_float64(sample.values[name]) - centre[name]) ** 2 for sample in samples])))
         for name in floating
     }
     return Reference(exact=centre, error=error, unit=unit, terms=terms, drawn=drawn)
@@ -171,7 +198,7 @@ def _with_note(reference: Reference, note: str) -> Reference:
     return dataclasses.replace(reference, note=note)
 
 
-def moved(params: Mapping[str, np.ndarray], unit: float, seed: int) -> Arrays:
+def perturb(params: Mapping[str, np.ndarray], unit: float, seed: int) -> Arrays:
     """Parameters, each moved up or down by `unit` of itself at random."""
     rng = np.random.default_rng(seed)
     # An ulp at least: a smaller change of a float32 would be lost.
@@ -182,7 +209,7 @@ def moved(params: Mapping[str, np.ndarray], unit: float, seed: int) -> Arrays:
     }
 
 
-def wide(value: Any) -> Any:
+def to_float64(value: Any) -> Any:
     """A floating array in float64; another one as it is."""
     value = np.asarray(value)
     return value.astype(np.float64) if np.issubdtype(value.dtype, np.floating) or _is_narrow(value) else value

@@ -30,7 +30,7 @@ from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer
 from roxxel_dist.train.step.step import BALANCE, LossFn
 from roxxel_dist.utils.voice import argument
-from roxxel_dist.weights.base import with_base, with_shape_of
+from roxxel_dist.weights.base import add_base, take_hf_shape
 
 TOKENS = 65
 """The most tokens of a row: enough to be cut in many places, and to run in seconds."""
@@ -61,7 +61,7 @@ class Subject:
 
     @classmethod
     def of_parts(cls, parts: Parts) -> "Subject":
-        """Of a `Trainer`."""
+        """The subject of a `Trainer`."""
         return cls(
             model=parts.model,
             loss=parts.loss_fn,
@@ -82,7 +82,7 @@ class Subject:
 
     @property
     def capacity_factor(self) -> float | None:
-        """That of the built-in model's experts, if they have a capacity."""
+        """The capacity factor of the built-in model's experts, if they have one."""
         if isinstance(self.model, Transformer | TransformerBuilder):
             return self.model.config.expert_capacity_factor
         return None
@@ -94,7 +94,7 @@ class Subject:
 
     @property
     def shape(self) -> Shape:
-        """Of the phase with the longest rows."""
+        """The shape of the phase with the longest rows."""
         return max(self.curriculum.shapes, key=lambda shape: shape.seq_len)
 
     def batch(self, name: BatchName, devices: int, seq_len: int | None, *, even: bool) -> Any:
@@ -158,7 +158,7 @@ def rows_of_documents(tokens: np.ndarray, *, even: bool) -> Packed:
 
 
 @contextlib.contextmanager
-def of_config(config: Config, data_path: str | Path | None, devices: int) -> Iterator[Subject]:
+def open_subject(config: Config, data_path: str | Path | None, devices: int) -> Iterator[Subject]:
     """The subject of a config, on simulated devices; its data is open within.
 
     Args:
@@ -171,9 +171,9 @@ def of_config(config: Config, data_path: str | Path | None, devices: int) -> Ite
     """
     if not 0 <= devices <= MOST_DEVICES or devices == 1:
         raise UserError(f"devices is {devices}: it must be from 2 to {MOST_DEVICES}, or 0 for those of this machine")
-    config = with_base(config)[0].with_absolute_paths()
+    config = add_base(config)[0].with_absolute_paths()
     config.validate()
-    config = with_shape_of(config)
+    config = take_hf_shape(config)
     changes: dict[str, Any] = {"init_from": None}  # weights are those of the seed
     if devices:
         simulate_devices(devices)
@@ -200,7 +200,7 @@ def of_config(config: Config, data_path: str | Path | None, devices: int) -> Ite
         )
 
 
-def without_balance(loss_fn: LossFn) -> LossFn:
+def drop_balance(loss_fn: LossFn) -> LossFn:
     """The same loss without its second term."""
     own = token_losses if loss_fn is next_token_loss else loss_fn
 

@@ -61,11 +61,10 @@ class PositionConfig:
             return
         if not 0 < self.rope_scale_factor < math.inf:
             raise UserError(f"rope_scale_factor is {self.rope_scale_factor}: it must be above 0; 1 changes nothing")
-        if not 1 < self.rope_theta < math.inf:
-            raise UserError(f"rope_theta is {self.rope_theta}: it must be above 1; 10000 is usual")
         check_sizes({"rope_trained_context": self.rope_trained_context})
-        if self.rope_local_theta is not None and not 1 < self.rope_local_theta < math.inf:
-            raise UserError(f"rope_local_theta is {self.rope_local_theta}: it must be above 1; 10000 is usual")
+        for name in ("rope_theta", "rope_local_theta"):
+            if (theta := getattr(self, name)) is not None and not 1 < theta < math.inf:
+                raise UserError(f"{name} is {theta}: it must be above 1; 10000 is usual")
         if not 0 < self.partial_rotary_factor <= 1:
             raise UserError(
                 f"partial_rotary_factor is {self.partial_rotary_factor}: it must be above 0 and at most 1, which is all"
@@ -200,8 +199,7 @@ class FeedForwardConfig:
 
     def __post_init__(self) -> None:
         check_sizes({"expansion": self.expansion, "hidden_dim": self.hidden_dim})
-        if self.activation not in ACTIVATIONS:
-            raise UserError(f"activation is {self.activation!r}: it must be one of {', '.join(ACTIVATIONS)}")
+        check_choice("activation", self.activation, ACTIVATIONS)
         if not self.use_moe:
             return
         check_sizes({"n_experts": self.n_experts, "top_k_mlp": self.top_k_mlp})
@@ -238,8 +236,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if not self.use_lora:
             return
-        if self.lora_rank < 1:
-            raise UserError(f"lora_rank is {self.lora_rank}: it must be at least 1")
+        check_sizes({"lora_rank": self.lora_rank})
         if not 0 < self.lora_alpha < float("inf"):
             raise UserError(f"lora_alpha is {self.lora_alpha}: it must be above 0, and finite")
         if not 0 <= self.lora_dropout < 1:
@@ -363,12 +360,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         Raises:
             ValueError: they do not fit together.
         """
-        if self.n_heads is not None:
-            n_heads = self.n_heads
-        elif self.head_size is not None:
-            n_heads = self.dim // self.head_size
-        else:
-            n_heads = self._usual_heads()
+        n_heads = self.n_heads or (self.dim // self.head_size if self.head_size else self._usual_heads())
         head_size = self.head_size or self.dim // n_heads
         if (self.n_heads is None or self.head_size is None) and n_heads * head_size != self.dim:
             raise UserError(

@@ -27,7 +27,7 @@ Pull = Callable[[jax.Array], tuple[Any, jax.Array]]
 
 
 class Losses(NamedTuple):
-    """Of each token, float32[B, L]."""
+    """Losses of each token, float32[B, L]."""
 
     losses: jax.Array
     """The cross-entropies."""
@@ -170,7 +170,7 @@ def cross_entropy(head: Head, arrays: Arrays, x_BxLxD: jax.Array, targets_BxL: j
 
 @jax.named_scope(HEAD_AND_LOSS)
 def losses_of_logits(logits: jax.Array, targets: jax.Array) -> Losses:
-    """Of logits of any dtype: in bfloat16 the sum over a vocabulary loses its small terms."""
+    """Losses of logits of any dtype: in bfloat16 the sum over a vocabulary loses its small terms."""
     return Losses(*_of_logits(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), targets))
 
 

@@ -311,7 +311,7 @@ def family_of(config: ModelConfig) -> str:
 
 
 def layer_types(layers: int, sliding: bool, pattern: int | None) -> list[str]:
-    """For each layer, whether it is a local or a global one, in words of transformers."""
+    """The kind of each layer, local or global, in words of transformers."""
     return [
         SLIDING if sliding and (pattern is None or (i + 1) % pattern) else FULL for i in range(layers)
     ]  # fmt: skip

@@ -153,7 +153,7 @@ def losses_of_tokens(model: nnx.Module, tokens_BxL: jax.Array) -> jax.Array:
 
 
 def losses_of_states(config: ModelConfig, output: Any, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> Losses:
-    """Of the final states of a `Transformer` and its output layer."""
+    """Losses of the final states of a `Transformer` and its output layer."""
     head = ProductHead.of_output(output, config.logit_softcap)
     return cross_entropy(*head, x_BxLxD, targets_BxL, chunks_of(config, *targets_BxL.shape))
 

@@ -50,7 +50,7 @@ from roxxel_dist.train.step.optimizer import NamedOptimizer
 from roxxel_dist.train.step.step import LossFn, loop_numbers
 from roxxel_dist.train.steps import StepOptions, Steps, make_steps
 from roxxel_dist.train.validation.evaluator import HELD_OUT
-from roxxel_dist.weights.base import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
+from roxxel_dist.weights.base import check_tokenizer, check_weights, find_checkpoint, take_hf_shape, tokenizer_of
 from roxxel_dist.weights.load import attention_kernel, model_builder, parameter_widths, slower_attention
 
 BUILD_LIMIT_S = 6 * 3600.0
@@ -134,7 +134,7 @@ def build_components(
     compile for, if they are not here. Raises ValueError for a field that breaks its rule, or does not fit the data or
     the devices.
     """
-    config = with_shape_of(config)
+    config = take_hf_shape(config)
     vocab_size = vocabulary_size(config, data)
     config = dataclasses.replace(config, vocab_size=vocab_size)
     config.validate()
@@ -225,7 +225,7 @@ def open_corpus(
         _check_base(config, config.init_from, tokenizer)
     progress = Progress.from_env(process_index())
     progress.say("")  # the launcher's time limit for the start must not apply to a large text
-    on_primary("corpus", lambda: build([data_path], into, tokenizer=tokenizer, vocab_size=vocab_size).close())
+    run_on_primary("corpus", lambda: build([data_path], into, tokenizer=tokenizer, vocab_size=vocab_size).close())
     share()
     progress.say("start")
     return Roxxel(into)
@@ -233,7 +233,7 @@ def open_corpus(
 
 def _check_base(config: Config, init_from: str, tokenizer: str) -> None:
     """Raises ValueError if `init_from` has no weights, or weights of another model than that of the config."""
-    checkpoint, config = find_checkpoint(init_from), with_shape_of(config)
+    checkpoint, config = find_checkpoint(init_from), take_hf_shape(config)
     if config.model is None:
         config = dataclasses.replace(config, vocab_size=config.vocab_size or Tokenizer.load(tokenizer).vocab_size)
         split, params, _, hparams = split_module(nnx.eval_shape(model_builder(config)))
@@ -256,7 +256,7 @@ def temporary_folder(data_path: str | Path | None, command: str) -> Iterator[Pat
         def make() -> None:
             made.append(held.enter_context(interrupt.temporary_folder(f".{command}-", Path.cwd())))
 
-        on_primary("folder for the corpus", make)
+        run_on_primary("folder for the corpus", make)
         yield Path(broadcast_from_primary("folder of the corpus", "".join(map(str, made)))) / "data"
 
 
@@ -274,7 +274,7 @@ def _ended_by_signals() -> Iterator[None]:
         yield
 
 
-def on_primary(what: str, act: Callable[[], Any]) -> None:
+def run_on_primary(what: str, act: Callable[[], Any]) -> None:
     """Do something on rank 0 only; a UserError there is raised on every rank."""
     message = ""
     if is_primary():
@@ -339,7 +339,7 @@ def check_installed(config: Config) -> None:
 
 
 def trackers_of(config: Config, run: Path) -> list[Tracker]:
-    """Those of rank 0; other ranks have none."""
+    """The trackers of rank 0; other ranks have none."""
     trackers = list[Tracker]()
     if is_primary() and config.wandb != "off":
         about = {"name": config.name, "notes": config.notes, "tags": config.tags}

@@ -36,9 +36,13 @@ from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import fetch
 from roxxel_dist.train.steps import StepOptions, make_steps
-from roxxel_dist.train.validation.evaluator import Validation, ValidationRows, summarize
-from roxxel_dist.train.validation.task_scores import TaskScores, of_task
-from roxxel_dist.train.validation.text_of_sets import TextOfSets, gives_nats, why_unknown
+from roxxel_dist.train.validation.evaluator import (
+    Validation,
+    ValidationRows,
+    summarize,
+    unknown_bits_notes,
+)
+from roxxel_dist.train.validation.task_scores import TaskScores, scores_of_task
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
 from roxxel_dist.weights.load import attention_kernel
@@ -138,7 +142,7 @@ def evaluate(
             compiler = AotCompiler(evaluation_mesh(components))
             held.callback(compiler.close)
             state, hparams, evaluator, scores = _measures(components, sets, rows, found, plan, base, compiler)
-            unknown = why_unknown(sets, components.curriculum.primary_streamer, components.loss)
+            unknown = unknown_bits_notes(sets, components.curriculum.primary_streamer, components.loss)
             evaluator.check(shape)
             evaluator.prepare(state, hparams, shape)
             scores.check(state, hparams)
@@ -156,7 +160,7 @@ def evaluate(
             step=step,
             losses=means,
             data=_by_data_set(means, evaluator.reads(shape), evaluator.gives_nats),
-            tasks={task.name: of_task(task.name, of_tasks) for task in found},
+            tasks={task.name: scores_of_task(task.name, of_tasks) for task in found},
             notes=(*filter(None, notes), *unknown),
             logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
         )
@@ -281,18 +285,9 @@ def _measures(
     load = None if base is None else functools.partial(load_base_params, base.at(components.options.init_from))
     state, hparams = steps.init(restored=True, load=load)
     train, split = components.curriculum.primary_streamer, steps.split
-    in_nats = gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False))
-    text = TextOfSets.of_sets(sets, train, known=in_nats)
-    evaluator = Validation(
-        sets,
-        train,
-        steps.evaluate(text.end),
-        compiler,
-        steps.sharding,
-        dataclasses.replace(rows, eval_iters=components.options.eval_iters),
-        text=text,
-        in_nats=in_nats,
-    )
+    model = split.merge(state.params, state.rest, hparams, training=False)
+    rows = dataclasses.replace(rows, eval_iters=components.options.eval_iters)
+    evaluator = Validation.of_steps(sets, train, steps, model, compiler, rows)
     scores = TaskScores(tasks, split, compiler, steps.sharding, plan.shapes, options.compute_dtype)
     return state, hparams, evaluator, scores
 

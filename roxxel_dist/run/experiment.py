@@ -28,13 +28,12 @@ from roxxel_dist.run.components import (
     RunComponents,
     build_components,
     check_installed,
-    on_primary,
     open_corpus,
     open_tasks,
+    run_on_primary,
     temporary_folder,
     trackers_of,
 )
-from roxxel_dist.run.layout_mark import line_for
 from roxxel_dist.run.metadata import RunMetadata
 from roxxel_dist.run.past import Past, check_nothing_new
 from roxxel_dist.run.record import changed_from, check_resumable, check_same_run, kernel_begun_with, write_run_metadata
@@ -45,13 +44,13 @@ from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.log.base import CRASH_LIMIT_S
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
-from roxxel_dist.train.parts import Parts
+from roxxel_dist.train.parts import Parts, unchecked_code_note
 from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.step.optimizer import for_run
-from roxxel_dist.train.validation.text_of_sets import why_unknown
+from roxxel_dist.train.validation.evaluator import unknown_bits_notes
 from roxxel_dist.utils.display import ProgressBars
 from roxxel_dist.utils.voice import argument
-from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of
+from roxxel_dist.weights.base import add_base, find_checkpoint, load_params, take_hf_shape
 from roxxel_dist.weights.generator import pieces
 
 LAST_WORDS_LIMIT_S = 1800.0
@@ -75,7 +74,7 @@ class Experiment:
 
     def __init__(self, config: Config) -> None:
         with usage_errors():
-            based, self._base_message = with_base(config)
+            based, self._base_message = add_base(config)
             self.config: Config = based.with_absolute_paths()
         self.stopped: bool = False
 
@@ -139,7 +138,7 @@ class Experiment:
             directory = RunDirectory(run, str(bucket or run))
             held.callback(self._release, directory, bucket)
             with _nothing_left_behind(directory), usage_errors(), contextlib.ExitStack() as undo:
-                on_primary("run directory is free", lambda: self._claim(directory, resume, bucket))
+                run_on_primary("run directory is free", lambda: self._claim(directory, resume, bucket))
                 is_trial = os.environ.get(TRIAL) == "1"
                 if is_trial and past.saved:  # as it was shortened when the trial began
                     self.config = dataclasses.replace(self.config, warmup_steps=past.saved["warmup_steps"])
@@ -167,7 +166,7 @@ class Experiment:
             message = "" if past.config else self._base_message  # a run that continues has its base already
             # All ranks get the error if the disk is full.
             arguments = (loop, run, path, components, past.saved, changed, message)
-            on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
+            run_on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
             for line in filter(None, self._first_lines(run, past, components, path, tasks)):
                 loop.held.log.text(line)
             self._run(loop, run, tokenizer, ids, bucket)
@@ -245,7 +244,7 @@ class Experiment:
         values = {name: value for name, value in past.config.items() if name != "max_steps"}
         self.config = self.config.with_defaults(values)
         self.config.validate()
-        self.config = with_shape_of(self.config)
+        self.config = take_hf_shape(self.config)
         return past
 
     def _claim(self, directory: RunDirectory, resume: bool, bucket: BucketRun | None) -> None:
@@ -261,9 +260,9 @@ class Experiment:
     ) -> Iterator[str]:
         """What people should know of the numbers of a validation, and of a new run's code; some are empty."""
         yield from (task.truncation for task in tasks)
-        yield from why_unknown(components.validation, components.curriculum.primary_streamer, components.loss)
+        yield from unknown_bits_notes(components.validation, components.curriculum.primary_streamer, components.loss)
         command = f"`roxxel-dist check-layouts --config {run / CONFIG} --data_path {path}`"
-        yield "" if past.config else line_for(self.config, components.mesh().size, command)
+        yield "" if past.config else unchecked_code_note(self.config, components.mesh().size, command)
         yield components.slower_attention
 
     @staticmethod
@@ -312,7 +311,7 @@ class Experiment:
         if start.is_finished(components.options):
             check_nothing_new(run, self.config, start.step, changed_from(past.saved, self.config))
         elif start.step and not is_free:
-            on_primary("same bits", lambda: check_same_run(past.saved, self.config, components.kernel, start.step))
+            run_on_primary("same bits", lambda: check_same_run(past.saved, self.config, components.kernel, start.step))
 
     def _open(self, path: str | Path | None, run: Path, resume: bool, past: Past, bucket: BucketRun | None) -> Roxxel:
         """The corpus; rank 0 makes it from text if necessary."""
@@ -323,7 +322,7 @@ class Experiment:
 
         def share() -> None:
             if bucket is not None:
-                on_primary("corpus in the bucket", bucket.send_data)
+                run_on_primary("corpus in the bucket", bucket.send_data)
                 bucket.fetch_data()
 
         return open_corpus(self.config, path, run / DATA, begins=not past.config, share=share)

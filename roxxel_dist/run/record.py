@@ -27,7 +27,7 @@ from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER, is_of_
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.components import RunComponents, on_primary
+from roxxel_dist.run.components import RunComponents, run_on_primary
 from roxxel_dist.run.metadata import PACKAGES, RunMetadata
 from roxxel_dist.settings.config import DEFAULTS, RECORD, Config
 from roxxel_dist.train.loop import Loop
@@ -300,7 +300,7 @@ def record_parts(parts: Parts, state: TrainView) -> None:
     """
     model = state.model
     if type(model) is Transformer and parts.bucket is None:
-        on_primary("config of the run", lambda: _write(parts, model, state))
+        run_on_primary("config of the run", lambda: _write(parts, model, state))
 
 
 def _write(parts: Parts, model: Transformer, state: TrainView) -> None:

@@ -81,7 +81,7 @@ class Run:
 
 
 def scalar_names(losses: Mapping[str, float]) -> list[str]:
-    """Of the numbers of a validation, those of the scalars that a loss function of the user's returns."""
+    """The numbers of a validation that are of the scalars that a loss function of the user's returns."""
     usual = ("val_loss", "val_bpb", "val_bal")
     return [name for name in losses if name.startswith("val_") and name.partition("/")[0] not in usual]
 

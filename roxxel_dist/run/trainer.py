@@ -19,16 +19,15 @@ from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.place.bucket_run import BucketRun
-from roxxel_dist.run.components import on_primary
+from roxxel_dist.run.components import run_on_primary
 from roxxel_dist.run.experiment import Experiment
-from roxxel_dist.run.layout_mark import line_for
 from roxxel_dist.run.record import record_parts
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import LoopKeywords, LoopOptions
 from roxxel_dist.train.checkpointer import Checkpointer
 from roxxel_dist.train.log.base import LogQueue, Tracker, TrackerSource
 from roxxel_dist.train.loop import Loop
-from roxxel_dist.train.parts import Parts, loop_options
+from roxxel_dist.train.parts import Parts, loop_options, unchecked_code_note
 from roxxel_dist.train.resume import ResumePoint, check_same_bits
 from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.step import LossFn
@@ -251,7 +250,7 @@ class Trainer:
         try:
             record_parts(self.parts, self.state)
             if not self.start_step and not self.finished:
-                line = line_for(self.parts, self.mesh.size, "`roxxel_dist.check_layouts(trainer)`")
+                line = unchecked_code_note(self.parts, self.mesh.size, "`roxxel_dist.check_layouts(trainer)`")
                 if line and is_primary():
                     self.loop.held.log.text(line)
             return self.loop.run(at_the_end)
@@ -272,7 +271,7 @@ class Trainer:
         """Raises UserError where the next steps of a run with virtual shards would have other bits here."""
         parts, now = self.parts, start.metadata.bits
         if start.bits and now and not (parts.amend or start.is_finished(parts.options)):
-            on_primary("same bits", lambda: check_same_bits(start.bits, now, parts.options.virtual_shards))
+            run_on_primary("same bits", lambda: check_same_bits(start.bits, now, parts.options.virtual_shards))
 
     def try_loss(self) -> None:
         """Trace the loss once, without computing it, and stay open. What the model or the loss raises passes."""

@@ -18,7 +18,6 @@ from roxxel_dist.cluster.jax_private import note_unkept_programs
 from roxxel_dist.cluster.preemption import watching_for_stop
 from roxxel_dist.input.verify_ahead import Verification
 from roxxel_dist.train.log.choose import trackers_for
-from roxxel_dist.train.log.profiler import Profiler
 from roxxel_dist.train.metrics import DeferredMetrics, MetricsLogger
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.position import Position
@@ -31,7 +30,7 @@ from roxxel_dist.train.step.batch_layout import batch_layout
 from roxxel_dist.train.step.digest_chain import DigestChain
 from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.step import Metrics
-from roxxel_dist.train.step.throughput import InflightThrottler, StepTimer
+from roxxel_dist.train.step.throughput import InflightThrottler, Profiler, StepTimer
 from roxxel_dist.train.validation.evaluator import run_eval_fn, summarize
 
 

@@ -189,7 +189,7 @@ def smooth(losses: Iterable[float], num_steps: int) -> list[float]:
     return list(map(SmoothedLoss(num_steps).add, losses))
 
 
-def until_divergence(losses: Iterable[float], num_steps: int) -> list[float]:
+def cut_at_divergence(losses: Iterable[float], num_steps: int) -> list[float]:
     """The losses up to the first that is no number, without it, or where the smoothed loss began to diverge."""
     smoothed, found = SmoothedLoss(num_steps), list[float]()
     for loss in itertools.takewhile(math.isfinite, losses):
@@ -200,8 +200,8 @@ def until_divergence(losses: Iterable[float], num_steps: int) -> list[float]:
     return found
 
 
-def without_spikes(losses: Sequence[float]) -> list[float]:
-    """At each loss the median of the `SPIKE` losses around it: one or two bad batches leave no trace."""
+def median_losses(losses: Sequence[float]) -> list[float]:
+    """The median at each loss of the `SPIKE` losses around it: one or two bad batches leave no trace."""
     half, last = SPIKE // 2, max(len(losses) - SPIKE, 0)
     begins = (min(max(step - half, 0), last) for step in range(len(losses)))
     return [statistics.median(losses[begin : begin + SPIKE]) for begin in begins]
@@ -222,11 +222,11 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, opt
             f"the loss was good for {len(usable)} steps only, up to a learning rate of "
             f"{rates[max(len(usable) - 1, 0)]:.2e}: use a smaller min_lr"
         )
-    usable = until_divergence(usable, num_steps)
-    curve = smooth(without_spikes(usable), num_steps)
+    usable = cut_at_divergence(usable, num_steps)
+    curve = smooth(median_losses(usable), num_steps)
     lowest = curve.index(min(curve))
     noise = statistics.median(abs(after - before) for before, after in itertools.pairwise(usable))
-    start = statistics.fmean(without_spikes(usable)[: max(1, len(usable) // AVERAGED)])
+    start = statistics.fmean(median_losses(usable)[: max(1, len(usable) // AVERAGED)])
     if lowest == 0 or start - curve[lowest] <= max(NOISES * noise, LEAST_FALL * abs(start)):
         raise UserError(
             f"the loss did not fall between learning rates of {rates[0]:.2e} and {rates[len(usable) - 1]:.2e}: use a "

@@ -24,7 +24,7 @@ from roxxel_dist.train.position import Position
 from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.step.bad_steps import BadStepMonitor
 from roxxel_dist.train.step.batch_layout import BatchLayout, cut_rows_text
-from roxxel_dist.train.step.digest_chain import in_hex
+from roxxel_dist.train.step.digest_chain import hex_digest
 from roxxel_dist.train.step.step import BALANCE, Metrics, fetch
 from roxxel_dist.train.step.throughput import StepTimer, mfu, peak_memory_gb
 
@@ -73,7 +73,7 @@ class MetricsLogger:
                 more[name] = used
         if metrics.row_loss is not None:
             more |= loss_by_dataset(metrics, plan.rows(done - 1).dataset, plan.datasets)
-        digest = "" if metrics.digest is None else in_hex(metrics.digest)
+        digest = "" if metrics.digest is None else hex_digest(metrics.digest)
         if metrics.load is not None:
             more |= expert_loads(load := even_shares(metrics.load))
             self._warn_of_crowd(done, load)

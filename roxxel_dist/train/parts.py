@@ -1,8 +1,16 @@
-"""What a run is made of. Each part can be made alone, and is checked before anything is opened."""
+"""What a run is made of. Each part can be made alone, and is checked before anything is opened.
+
+A mark in the user's cache says that code of the user's own, of a model, a loss or an optimizer, has been checked by
+`check-layouts`. Its name is a digest of the files that have the code, and of `model_args`: a change of either asks for
+another check. A file that these import is not looked at.
+"""
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,8 +23,13 @@ from roxxel_dist.cluster.mesh import batch_sharding
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tasks import Task
+from roxxel_dist.model.loss import next_token_loss, token_losses
+from roxxel_dist.model.transformer import Transformer, TransformerBuilder
+from roxxel_dist.model.user_code import import_function, is_function
 from roxxel_dist.place.bucket_run import BucketRun
+from roxxel_dist.process.durable import cache_folder, make_folder, write_file
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.checkpointer import Checkpointer
 from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes, rows_sharding
@@ -116,3 +129,46 @@ def loop_options(options: Mapping[str, Any]) -> LoopOptions:
             hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(names)}"
             raise TypeError(f"Trainer: there is no option {name!r}: {hint}")
     return LoopOptions(**options)
+
+
+FOLDER = "layouts"
+
+
+def own_code(source: Config | Parts) -> list[Any]:
+    """The user's own functions and classes of a run: model, loss and optimizer."""
+    if isinstance(source, Config):
+        names = ("model", source.model), ("loss", source.loss), ("optimizer", source.optimizer)
+        return [import_function(field, name) for field, name in names if name and is_function(name)]
+    model, loss = source.model, source.loss_fn
+    own = [] if isinstance(model, Transformer | TransformerBuilder) else [model]
+    return own if loss in (token_losses, next_token_loss) else [*own, loss]
+
+
+def mark_checked(code: Iterable[Any], model_args: Any = None) -> None:
+    """Remember that a check has found that; a cache that cannot be written is no error."""
+    mark = _mark(code, model_args)
+    try:
+        make_folder(mark.parent)
+        write_file(mark, b"")
+    except OSError:
+        return
+
+
+def _mark(code: Iterable[Any], model_args: Any) -> Path:
+    digest = hashlib.sha256(json.dumps(model_args or {}, sort_keys=True, default=str).encode())
+    for each in code:
+        named = each if hasattr(each, "__qualname__") else type(each)
+        digest.update(f"{named.__module__}:{named.__qualname__}".encode())
+        file = getattr(sys.modules.get(named.__module__), "__file__", None)
+        digest.update(Path(file).read_bytes() if file and Path(file).exists() else b"")
+    return cache_folder() / FOLDER / digest.hexdigest()[:32]
+
+
+def unchecked_code_note(source: Config | Parts, devices: int, command: str) -> str:
+    """What a run says whose code was never checked; empty for the built-in model, one device, and checked code."""
+    code = own_code(source) if devices > 1 else []
+    if not code or _mark(code, source.model_args if isinstance(source, Config) else None).exists():
+        return ""
+    return (
+        f"never checked: whether a step of this model on {devices} devices is the step of one device; {command} says so"
+    )

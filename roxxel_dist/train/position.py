@@ -18,16 +18,16 @@ from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.resources import Resources
 from roxxel_dist.train.resume import (
     ResumePoint,
+    add_adapter_metadata,
+    add_validation_rows,
     begin,
     last_step,
     restore,
     restore_start,
     rewind,
-    with_adapters,
-    with_validation,
 )
 from roxxel_dist.train.step.bad_steps import BadStep
-from roxxel_dist.train.step.digest_chain import in_hex
+from roxxel_dist.train.step.digest_chain import hex_digest
 from roxxel_dist.train.step.state import TrainState, TrainView
 from roxxel_dist.train.step.step import Metrics, loop_numbers
 from roxxel_dist.train.steps import StepOptions, Steps, make_steps
@@ -72,7 +72,7 @@ class Position:
             origin=parts.origin,
             copy=copy,
         )
-        start = with_validation(start, parts.validation_sets, options, partial(_can_validate, parts))
+        start = add_validation_rows(start, parts.validation_sets, options, partial(_can_validate, parts))
         check(start)
         steps = make_steps(
             parts.model,
@@ -83,7 +83,7 @@ class Position:
             start.metadata.schedule.get("settings", {}) | loop_numbers(options),
         )
         arrays, hparams = steps.init(restored=start.step > 0, load=start.load)
-        start = with_adapters(start, steps.split)
+        start = add_adapter_metadata(start, steps.split)
         return cls(
             parts=parts,
             start=start,
@@ -130,7 +130,7 @@ class Position:
     def take_digest(self, metrics: Metrics) -> None:
         """Keep the running digest of (fetched) metrics for a checkpoint."""
         assert metrics.digest is not None
-        self.metadata = replace(self.metadata, digest=in_hex(metrics.digest))
+        self.metadata = replace(self.metadata, digest=hex_digest(metrics.digest))
 
     def note_validation(self, val_loss: float | None, rows: str) -> tuple[bool, bool]:
         """(whether this is the lowest val_loss on these rows, if there is one; whether the run ends, out of patience).

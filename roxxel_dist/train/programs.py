@@ -15,7 +15,6 @@ from roxxel_dist.train.step.step import Metrics
 from roxxel_dist.train.steps import Steps
 from roxxel_dist.train.validation.evaluator import Validation, ValidationRows
 from roxxel_dist.train.validation.task_scores import TaskScores
-from roxxel_dist.train.validation.text_of_sets import TextOfSets, gives_nats
 
 MOST_WORK = 1.2
 """Times the work of one device that all may do together; padding of odd lengths is within it."""
@@ -41,24 +40,14 @@ class Programs:
         options, state = parts.options, self._steps.state
         if not position.finished:
             check_update(parts.update_rule, state.params, state.opt_state)
-        sets = parts.validation_sets, parts.training.primary_streamer
-        in_nats = gives_nats(parts.loss_fn, position.view.model)
-        text = TextOfSets.of_sets(*sets, known=in_nats)
-        self._vocabulary: int | None = getattr(getattr(position.view.model, "config", None), "vocab_size", None)
+        model = position.view.model
+        self._vocabulary: int | None = getattr(getattr(model, "config", None), "vocab_size", None)
         self.blocks: VerifiedBlocks | None = VerifiedBlocks(self._vocabulary) if options.verify_data == "on" else None
         # Empty where there is nothing to validate on.
         saved = position.metadata.validation or {"batches": (), "eval_iters": options.eval_iters}
         rows = ValidationRows.from_dict(saved).with_phases(position.plan.shapes)
-        self.validation: Validation = Validation(
-            *sets,
-            self._steps.evaluate(text.end),
-            compiler,
-            parts.sharding,
-            rows,
-            self.blocks,
-            text=text,
-            in_nats=in_nats,
-        )
+        sets = parts.validation_sets, parts.training.primary_streamer
+        self.validation: Validation = Validation.of_steps(*sets, self._steps, model, compiler, rows, self.blocks)
         self.tasks: TaskScores = TaskScores(
             parts.tasks,
             self._steps.split,

@@ -401,7 +401,7 @@ def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) 
         return state._replace(opt_state=Averaged(state.opt_state, average))
 
 
-def with_validation(
+def add_validation_rows(
     start: ResumePoint, sets: Mapping[str, Roxxel], options: LoopOptions, fits: Callable[[Shape], bool]
 ) -> ResumePoint:
     """The start of a run with the rows of its validations: those that it had, or was forked with, where they fit."""
@@ -412,7 +412,7 @@ def with_validation(
     return replace(start, metadata=replace(metadata, validation=rows.to_dict() if tokens else {}))
 
 
-def with_adapters(start: ResumePoint, parts: ModuleSplit) -> ResumePoint:
+def add_adapter_metadata(start: ResumePoint, parts: ModuleSplit) -> ResumePoint:
     """The start of a run, with what its checkpoints and its config say of the base, if it trains adapters."""
     base = start.metadata.base
     if not parts.frozen.names:

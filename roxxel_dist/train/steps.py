@@ -23,12 +23,11 @@ from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.devices.traced_flops import flops_of
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
-from roxxel_dist.train.exact.calls import Key, count_calls, key_of, simulated_mesh
+from roxxel_dist.train.exact.cost import Key, ShardedMemory, count_calls, key_of, simulated_mesh
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import ShardLayout, placed_as, rows_sharding, shapes_of
-from roxxel_dist.train.exact.memory import ShardedMemory
+from roxxel_dist.train.exact.layout import ShardLayout, place_like, rows_like, rows_sharding, shapes_of
 from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, exact_places
-from roxxel_dist.train.step.compile import AotCompiler, Compile, CompileForEach, StepMemory, batch_key, mesh_of
+from roxxel_dist.train.step.compile import AotCompiler, Compiler, StepMemory, batch_key, mesh_of
 from roxxel_dist.train.step.local_sums import accumulation
 from roxxel_dist.train.step.optimizer import InitialState, Optimizer
 from roxxel_dist.train.step.state import StateBuilder, TrainState
@@ -61,7 +60,7 @@ class StepOptions:
 
     @classmethod
     def of_run(cls, options: LoopOptions, grad_accum: int = 1) -> "StepOptions":
-        """Those of a run's options."""
+        """The step options of a run's options."""
         return cls(
             grad_accum=grad_accum,
             fsdp=options.fsdp,
@@ -228,16 +227,16 @@ class Steps:
         return self
 
     def count_calls(
-        self, kind: Kind, batch: Any, compile_one: Compile, for_each: CompileForEach, simulated: "Steps"
+        self, kind: Kind, batch: Any, compiler: Compiler, simulated: "Steps"
     ) -> tuple[Counter[Key], dict[Key, Any]]:
         """(how often a device runs each program of a step for such a batch, the programs); each is compiled once.
 
         Of devices that do not run as many, the one that runs most.
         """
-        del for_each, simulated
+        del simulated
         step, args = self.program(kind), self.args(kind, batch)
         key = key_of(step, args)
-        return Counter({key: 1}), {key: compile_one(step, args, mesh_of(args[-1], self.mesh) or self.mesh)}
+        return Counter({key: 1}), {key: compiler.step(step, args, self.mesh)}
 
     def try_loss(self, batch: Any) -> None:
         """Trace the loss once, without computing it. What the model or the loss function raises passes."""
@@ -268,7 +267,7 @@ class ShardedSteps(Steps):
         )
 
     def _built(self, *, restored: bool, load: Load | None) -> tuple[TrainState, Leaves]:
-        return placed_as(self.builder.build(restored=restored, load=load), self._placed)
+        return place_like(self.builder.build(restored=restored, load=load), self._placed)
 
     @cached_property
     def layout(self) -> ShardLayout:
@@ -291,11 +290,11 @@ class ShardedSteps(Steps):
 
     @cached_property
     def train(self) -> ShardedStep:
-        """As of `Steps`; it takes and gives `DeviceStates`."""
+        """The training step, which takes and gives `DeviceStates`."""
         return ShardedStep(self.programs, self.layout)
 
     def evaluate(self, end: int | None = None) -> ShardedEvaluation:
-        """As of `Steps`."""
+        """See `Steps`."""
         return ShardedEvaluation(replace(self.programs, end=end), self.layout)
 
     def accumulation(self, batch: Any) -> str:
@@ -308,7 +307,7 @@ class ShardedSteps(Steps):
         del program
 
     def memory(self, compiler: AotCompiler, batch: Any) -> StepMemory:
-        """As of `Steps`."""
+        """See `Steps`."""
         key = batch_key(batch)
         compiler.prepare(key, self._memory_of(batch), self.state, self.hparams, batch)
         return compiler.get(key)
@@ -317,32 +316,32 @@ class ShardedSteps(Steps):
         return ShardedMemory.of_step(self.programs, self.layout, self.state, self.hparams, batch)
 
     def compiled_memory(self, kind: Kind, batch: Any, programs: Mapping[Key, Any]) -> StepMemory:
-        """As of `Steps`; of an evaluation that of its largest program."""
+        """See `Steps`; of an evaluation the memory of its largest program."""
         if kind == "training":
             found = self._memory_of(self.args(kind, batch)[-1])
             return found.with_programs({name: program for (name, _), program in programs.items()})
         return max(map(StepMemory.of_program, programs.values()), key=lambda memory: memory.peak)
 
     def simulated(self, make: Callable[[Mesh], Steps]) -> Steps:
-        """As of `Steps`."""
+        """See `Steps`."""
         return make(simulated_mesh(self.mesh))
 
     def count_calls(
-        self, kind: Kind, batch: Any, compile_one: Compile, for_each: CompileForEach, simulated: Steps
+        self, kind: Kind, batch: Any, compiler: Compiler, simulated: Steps
     ) -> tuple[Counter[Key], dict[Key, Any]]:
-        """As of `Steps`."""
+        """See `Steps`."""
         programs, args, line = dict[Key, Any](), self.args(kind, batch), self.layout.line
 
         def one(jitted: Any, args: Any, mesh: Mesh) -> Any:
-            return programs.setdefault(key_of(jitted, args), compile_one(jitted, args, mesh))
+            return programs.setdefault(key_of(jitted, args), compiler.one(jitted, args, mesh))
 
         def each(jitted: Any, args: Any, devices: Any) -> list[Any]:
-            found = for_each(jitted, args, devices)
+            found = compiler.each(jitted, args, devices)
             programs.setdefault(key_of(jitted, args), found[0])
             return found
 
         with jax.set_mesh(one_device(self.mesh, self.mesh.devices.flat[0])):
-            self.program(kind).compile(one, each, *args)
+            self.program(kind).compile(Compiler(one, each), *args)
         most = max(line.devices.flat, key=lambda device: len(self.layout.shards_of(device)))
         number = list(line.devices.flat).index(most)
         return count_calls(simulated.program(kind), number, programs, args), programs
@@ -352,9 +351,7 @@ class ShardedSteps(Steps):
 
         Its rows are whole: models of the user's own have no others.
         """
-        rows = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // self.layout.count, *leaf.shape[1:]), leaf.dtype), batch
-        )
+        rows = rows_like(batch, jax.tree.leaves(batch)[0].shape[0] // self.layout.count)
         args = *shapes_of((self.state.params, self.state.rest, self.hparams)), rows
         with jax.set_mesh(_first_device(self.mesh)):
             jax.eval_shape(self.programs.sums, *args, jax.ShapeDtypeStruct((), jnp.int32))

@@ -210,7 +210,7 @@ def fingerprint(source: CheckpointRef) -> str:
     return kind + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def with_base(config: Any) -> tuple[Any, str]:
+def add_base(config: Any) -> tuple[Any, str]:
     """(the config with an `init_from` if it wants adapters, a line for people if that comes from a run's config).
 
     Where `use_lora` was turned on in the config of a run that has no adapters, that run is meant; with the config of
@@ -268,7 +268,7 @@ def check_tokenizer(init_from: str, data: Roxxel) -> None:
         )
 
 
-def with_shape_of(config: Any) -> Any:
+def take_hf_shape(config: Any) -> Any:
     """The config with the shape of the model of Hugging Face that `init_from` names; else as it is.
 
     A field that has its default is taken from there. `max_context` may be set smaller: the weights do not depend on it.

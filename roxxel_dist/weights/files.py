@@ -98,7 +98,7 @@ class TensorFiles:
         self.close()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every array, by its name."""
+        """The shape of every array, by its name."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
 
     def kind_of(self, name: str) -> str:
@@ -226,7 +226,7 @@ def write_weights(
 
     They are in memory about three times while it lasts. Raises OSError, and the file is as it was.
     """
-    digests = {name: digest(np.asarray(array)) for name, array in with_state(params, state).items()}
+    digests = {name: digest(np.asarray(array)) for name, array in join_state(params, state).items()}
     arrays = {PARAMS: dict(params), STATE: dict(state)} if state else {PARAMS: dict(params)}
     tree = {STEP: step, **arrays, DIGESTS: digests, DIGEST: "0" * LENGTH}
     # In place: a copy of the tree would have its names sorted, and `step_of` reads the first.
@@ -239,7 +239,7 @@ def read_weights(path: Path) -> tuple[dict[str, np.ndarray], int]:
     return params, step
 
 
-def with_state(params: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def join_state(params: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Parameters and state in one dictionary."""
     return {**params, **{OF_STATE + name: array for name, array in state.items()}}
 
@@ -254,7 +254,7 @@ def read_model(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]
         tree: Any = serialization.msgpack_restore(data)
         if is_sealed(data) is False:
             digests = tree.get(DIGESTS, {})
-            arrays = with_state(tree[PARAMS], tree.get(STATE, {}))
+            arrays = join_state(tree[PARAMS], tree.get(STATE, {}))
             wrong = [name for name, array in arrays.items() if digest(array) != digests.get(name)]
             raise UserError(f"{', '.join(wrong[:3]) or 'the file'} does not agree with its digest")
         return tree[PARAMS], tree.get(STATE, {}), tree[STEP]

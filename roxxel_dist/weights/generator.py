@@ -1,16 +1,25 @@
 """Text from a trained model, whatever kind of folder it is in."""
 
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.model.generate import Sampling, generate_rows, known_ids, stream
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.process.platforms import largest_divisor
+from roxxel_dist.settings.config import Config
 from roxxel_dist.weights.hf_folder import end_ids, is_hf_folder
-from roxxel_dist.weights.load import check_continues, mesh_for_text, model_of, weights_of
+from roxxel_dist.weights.load import first_device, model_of, weights_of
 
 UNFINISHED = "\ufffd"
 """A tokenizer's output for bytes that are not a character, or not yet a whole one."""
@@ -160,7 +169,7 @@ class Generator:
         texts, ended = [], 0
         for row, text, whole, kept in zip(rows, prompts, ids, read, strict=True):
             added = "".join(pieces(self.tokenizer, row, text, whole))
-            texts.append("".join(before_stop([added], stops)))
+            texts.append("".join(cut_at_stop([added], stops)))
             ended += texts[-1] == added and self._is_full(len(kept), len(row), max_new_tokens)
         if ended:
             self._say(self._ended(ended, len(rows), max_new_tokens))
@@ -202,7 +211,7 @@ class Generator:
             if self._is_full(len(read), count, max_new_tokens):
                 self._say(self._ended(1, 1, max_new_tokens))
 
-        return before_stop(pieces(self.tokenizer, counted(), prompt, ids), stops)
+        return cut_at_stop(pieces(self.tokenizer, counted(), prompt, ids), stops)
 
     def _ids(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):
@@ -256,7 +265,7 @@ def _stop_texts(stop: str | Sequence[str]) -> list[str]:
     return stops
 
 
-def before_stop(parts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+def cut_at_stop(parts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
     """The pieces of a text, up to the first of some stop texts in it, which may lie across several pieces.
 
     The first one begins before the others, whatever the pieces: where one may begin before another that is whole, it
@@ -321,3 +330,59 @@ def _without_prompt(whole: str, prompt: str, base: str) -> str:
     """
     is_whole = prompt.startswith(base) and whole.startswith(prompt)
     return whole[len(prompt if is_whole else base) :]
+
+
+def mesh_for_text(config: Config, asked: Mapping[str, int | None]) -> tuple[Mesh, str]:
+    """(the devices of this process that a model lies on to generate text, a line where they are fewer than in its run).
+
+    Args:
+        config: of the run.
+        asked: "fsdp_devices", "expert_devices" and "tensor_devices". None: of experts and tensor as many as in the run,
+            or the largest part of them that is here; of fsdp 1, as a text gathers the parameters for each token.
+
+    Raises:
+        UserError: fewer devices are here than are asked for, or they do not divide the experts.
+    """
+    here, cut = jax.local_devices(), list[str]()
+    for name, value in asked.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}: it must be at least 1")
+    sizes = {name: asked.get(name) or 1 for name in ("fsdp_devices", "expert_devices", "tensor_devices")}
+    if (given := math.prod(sizes.values())) > len(here):
+        words = " x ".join(f"{name} ({size})" for name, size in sizes.items() if size > 1)
+        raise UserError(
+            f"{words} is {given} devices, and this process has {len(here)}: use fewer; a model that is not divided "
+            f"takes one"
+        )
+    for name in ("tensor_devices", "expert_devices"):
+        if asked.get(name) is None and (wanted := getattr(config, name)) > 1:
+            sizes[name] = largest_divisor(wanted, len(here) // math.prod(sizes.values()))
+            if sizes[name] < wanted:
+                cut.append(
+                    f"{name} is {sizes[name]}, and was {wanted} in the run: this process has {len(here)} device(s)"
+                )
+    experts = sizes["expert_devices"]
+    if config.model is None and experts > 1 and (not config.use_moe or config.n_experts % experts):
+        count = config.n_experts if config.use_moe else 0
+        raise UserError(f"expert_devices is {experts}: it must divide the experts of the model, which has {count}")
+    fsdp, expert, tensor = sizes.values()
+    devices = here[: math.prod(sizes.values())]
+    return make_mesh(fsdp=fsdp, expert=expert, tensor=tensor, devices=devices), "; ".join(cut)
+
+
+def check_continues(model: Any, config: Any) -> None:
+    """Raises ValueError if a user-defined model cannot continue a text: it must map tokens to logits."""
+    if config.model is None:
+        return
+    graphdef, state = nnx.split(model)
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)  # whatever devices have it
+    rule = f"to generate, a model takes int32[1, L] tokens alone and returns [1, L, {config.vocab_size}] logits"
+    tokens = np.zeros((1, config.max_context), np.int32)
+    try:
+        with jax.set_mesh(first_device()):
+            logits = jax.eval_shape(lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, tokens)
+    except Exception as error:
+        raise UserError(f"model is {config.model!r}: {rule}, and this one says {error!r}") from error
+    shape = getattr(logits, "shape", type(logits).__name__)
+    if shape != (1, config.max_context, config.vocab_size):
+        raise UserError(f"model is {config.model!r}: {rule}, and for L = {config.max_context} it returns {shape}")

@@ -5,7 +5,6 @@ The weights of a trained model as arrays in memory, from any kind of folder.
 
 import copy
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +19,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.checkpoint import files
-from roxxel_dist.checkpoint.digests import in_words, read_verified
-from roxxel_dist.checkpoint.metadata import CHECKPOINTS, BaseModelRef, CheckpointMetadata, CheckpointRef
+from roxxel_dist.checkpoint.digests import problems_text, read_verified
+from roxxel_dist.checkpoint.metadata import (
+    CHECKPOINTS,
+    BaseModelRef,
+    CheckpointMetadata,
+    CheckpointRef,
+    best_of,
+    saved_checkpoints,
+)
 from roxxel_dist.checkpoint.stored_blocks import check_checkpoint
 from roxxel_dist.cluster.mesh import FSDP, make_mesh
 from roxxel_dist.cluster.parameter_sharding import parameter_sharding
@@ -39,7 +45,6 @@ from roxxel_dist.model.user_code import call_function, import_function
 from roxxel_dist.place.directory import CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.place.run_place import bucket_run
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.process.platforms import largest_divisor
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.utils.display import size
 from roxxel_dist.weights.base import INITIALIZED_FROM, base_of, check_base
@@ -99,16 +104,16 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
         raise UserError(no_run(run, absolute(named)))
     config = Config.from_yaml(run / CONFIG)
     checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
-    saved = files.complete(checkpoints) if bucket is None else bucket.checkpoints.saved(read_only=True)
+    saved = saved_checkpoints(checkpoints) if bucket is None else bucket.checkpoints.saved(read_only=True)
     if saved:
-        done = step if step is not None else (best and files.best_of(saved)) or max(saved)
+        done = step if step is not None else (best and best_of(saved)) or max(saved)
         if done not in saved:
             raise UserError(
                 f"{bucket or run} has no checkpoint of step {done}; those there are: {', '.join(map(str, saved))}"
             )
         if bucket is not None and (problems := bucket.checkpoints.fetch_model(done)):
             raise UserError(
-                f"the checkpoint of step {done} in {bucket} is damaged ({in_words(problems)}): name another"
+                f"the checkpoint of step {done} in {bucket} is damaged ({problems_text(problems)}): name another"
             )
         params, state, metadata = _of_checkpoint(checkpoints / str(done))
     else:
@@ -133,10 +138,10 @@ def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, n
         saved, table = read_verified(checkpoint, int(checkpoint.name))
         return *files.read_model(checkpoint, saved, table), CheckpointMetadata.from_dict(saved.meta)
     except Exception as error:  # Orbax has no specific error for this
-        folder, older = checkpoint.parent, files.complete(checkpoint.parent)
+        folder, older = checkpoint.parent, saved_checkpoints(checkpoint.parent)
         steps = [step for step in sorted(older, reverse=True) if step < int(checkpoint.name)]
         whole = next((step for step in steps if not check_checkpoint(folder / str(step), step)), None)
-        why = in_words(check_checkpoint(checkpoint, int(checkpoint.name))) or files.cause(error)
+        why = problems_text(check_checkpoint(checkpoint, int(checkpoint.name))) or files.cause(error)
         hint = "no older one is complete" if whole is None else f"name step {whole}, the next older complete one"
         raise UserError(f"the checkpoint {checkpoint} is damaged ({why}): {hint}") from error
 
@@ -164,7 +169,7 @@ def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.
                 raise UserError(f"{run} has no weights of step {step}: {known}; leave the step out")
             arrays = {name: tensors.read(name) for name in tensors.shapes()}
         params = {name: array for name, array in arrays.items() if not name.startswith(OF_STATE)}
-        return params, files.below(OF_STATE, arrays), done or 0
+        return params, files.select_prefix(OF_STATE, arrays), done or 0
     if not steps and any((run / name).exists() for name in (CHECKPOINTS, METRICS)):
         raise UserError(f"{run} has no complete checkpoint: train it until its first one is saved")
     if not steps:
@@ -224,44 +229,6 @@ def load_run(run: str | Path, step: int | None = None, *, best: bool = False) ->
     return LoadedRun(model=model_of(weights, run), tokenizer=tokenizer, config=weights.config, step=weights.step)
 
 
-def mesh_for_text(config: Config, asked: Mapping[str, int | None]) -> tuple[Mesh, str]:
-    """(the devices of this process that a model lies on to generate text, a line where they are fewer than in its run).
-
-    Args:
-        config: of the run.
-        asked: "fsdp_devices", "expert_devices" and "tensor_devices". None: of experts and tensor as many as in the run,
-            or the largest part of them that is here; of fsdp 1, as a text gathers the parameters for each token.
-
-    Raises:
-        UserError: fewer devices are here than are asked for, or they do not divide the experts.
-    """
-    here, cut = jax.local_devices(), list[str]()
-    for name, value in asked.items():
-        if value is not None and value < 1:
-            raise UserError(f"{name} is {value}: it must be at least 1")
-    sizes = {name: asked.get(name) or 1 for name in ("fsdp_devices", "expert_devices", "tensor_devices")}
-    if (given := math.prod(sizes.values())) > len(here):
-        words = " x ".join(f"{name} ({size})" for name, size in sizes.items() if size > 1)
-        raise UserError(
-            f"{words} is {given} devices, and this process has {len(here)}: use fewer; a model that is not divided "
-            f"takes one"
-        )
-    for name in ("tensor_devices", "expert_devices"):
-        if asked.get(name) is None and (wanted := getattr(config, name)) > 1:
-            sizes[name] = largest_divisor(wanted, len(here) // math.prod(sizes.values()))
-            if sizes[name] < wanted:
-                cut.append(
-                    f"{name} is {sizes[name]}, and was {wanted} in the run: this process has {len(here)} device(s)"
-                )
-    experts = sizes["expert_devices"]
-    if config.model is None and experts > 1 and (not config.use_moe or config.n_experts % experts):
-        count = config.n_experts if config.use_moe else 0
-        raise UserError(f"expert_devices is {experts}: it must divide the experts of the model, which has {count}")
-    fsdp, expert, tensor = sizes.values()
-    devices = here[: math.prod(sizes.values())]
-    return make_mesh(fsdp=fsdp, expert=expert, tensor=tensor, devices=devices), "; ".join(cut)
-
-
 def load_transformer(path: str | Path, *, best: bool = True) -> Any:
     """The model of `Transformer.from_pretrained`."""
     weights = weights_of(path, best=best)
@@ -278,7 +245,7 @@ def model_of(weights: Weights, path: str | Path, mesh: Mesh | None = None) -> An
 
     It is divided over a mesh of several devices as in training; without one it lies on the first device.
     """
-    mesh = mesh or _first_device()
+    mesh = mesh or first_device()
     traced = trace_module(model_builder(weights.config), mesh)
     parts = traced.split
     # With adapters in a user-defined model, a run does not store the frozen weights: the model creates them.
@@ -312,7 +279,7 @@ def model_of(weights: Weights, path: str | Path, mesh: Mesh | None = None) -> An
     return parts.merge(placed(parts.params), rest, inputs, training=False)
 
 
-def _first_device() -> Mesh:
+def first_device() -> Mesh:
     """The first device of this process, with the axes of training: a model of the user's own may name them."""
     return make_mesh(devices=jax.local_devices()[:1])
 
@@ -331,24 +298,6 @@ def _state_of(weights: Weights, like: Leaves, needed: Collection[str], path: str
     if wrong := files.difference(files.shapes(known), files.shapes(stored), whole=False):
         raise UserError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
     return {name: jnp.asarray(weights.state[name], stored[name].dtype) for name in like}
-
-
-def check_continues(model: Any, config: Any) -> None:
-    """Raises ValueError if a user-defined model cannot continue a text: it must map tokens to logits."""
-    if config.model is None:
-        return
-    graphdef, state = nnx.split(model)
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)  # whatever devices have it
-    rule = f"to generate, a model takes int32[1, L] tokens alone and returns [1, L, {config.vocab_size}] logits"
-    tokens = np.zeros((1, config.max_context), np.int32)
-    try:
-        with jax.set_mesh(_first_device()):
-            logits = jax.eval_shape(lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, tokens)
-    except Exception as error:
-        raise UserError(f"model is {config.model!r}: {rule}, and this one says {error!r}") from error
-    shape = getattr(logits, "shape", type(logits).__name__)
-    if shape != (1, config.max_context, config.vocab_size):
-        raise UserError(f"model is {config.model!r}: {rule}, and for L = {config.max_context} it returns {shape}")
 
 
 def attention_kernel(
@@ -447,7 +396,7 @@ def _at_base_width(config: Config) -> Config:
 
 
 def parameter_widths(config: Config, build: Callable[[], nnx.Module]) -> dict[str, Width]:
-    """With mup, how much wider each parameter of a model is than at its base width; otherwise empty."""
+    """How much wider each parameter of a model is than at its base width, with mup; otherwise empty."""
     if config.parametrization == "standard":
         return {}
     return widths(*(nnx.eval_shape(make) for make in (build, model_builder(_at_base_width(config)))))

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.checkpoint import reader as reading
-from roxxel_dist.checkpoint.files import steps_to_keep
+from roxxel_dist.checkpoint.metadata import steps_to_keep
 from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.mesh import make_mesh

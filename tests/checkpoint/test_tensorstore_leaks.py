@@ -10,7 +10,7 @@ import pytest
 import tensorstore
 
 from roxxel_dist.checkpoint.store import CheckpointStore
-from roxxel_dist.checkpoint.tensorstore_leaks import METRICS_OF_STORES, avoid_leaks
+from roxxel_dist.checkpoint.stored_blocks import METRICS_OF_STORES, avoid_leaks
 
 WARM, COUNT = 12, 25
 
@@ -122,7 +122,7 @@ def test_other_metrics_are_still_there(store):
 
 
 def test_tensorstore_still_keeps_what_it_makes_of_json():
-    """If this fails, `tensorstore_leaks` can go."""
+    """If this fails, `avoid_leaks` can go."""
     avoid_leaks()
     spec = tensorstore.KvStore.Spec({"driver": "memory", "path": "x/"})
     before = blocks()

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.devices.hlo import _instruction
-from roxxel_dist.devices.program_cost import _groups, program_cost
+from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.devices.traced_flops import cudnn_flops, splash_flops, traced_flops
 from roxxel_dist.model.attention.attend import attention
 
@@ -138,7 +138,7 @@ def test_what_is_in_a_loop_counts_as_often_as_it_runs(condition, step, known, tr
 )
 def test_which_devices_take_part(text, groups):
     line = f"  %x = f32[8]{{0}} all-reduce(%a), channel_id=1, {text}, to_apply=%add"
-    assert _groups(_instruction(line), 4) == groups
+    assert _instruction(line).groups(4) == groups
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from layouts.planted import sound
 
 from roxxel_dist import Config, Experiment, check_layouts
-from roxxel_dist.run.layout_mark import line_for
+from roxxel_dist.train.parts import unchecked_code_note
 
 SAID = "never checked: whether a step of this model on 2 devices is the step of one device"
 FIELDS = {"max_context": 32, "batch_size": 4, "max_steps": 1, "sample": "off", "export_weights": False}
@@ -27,7 +27,7 @@ def own(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_run_says_it_until_it_is_checked(own, tokens, tmp_path, capfd):
     def said(config=own, devices=2):
-        return SAID in line_for(config, devices, "check-layouts")
+        return SAID in unchecked_code_note(config, devices, "check-layouts")
 
     Experiment(own).fit(tokens, tmp_path / "run")
     assert SAID in capfd.readouterr().out

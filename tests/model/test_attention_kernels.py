@@ -29,7 +29,7 @@ from roxxel_dist.model.attention.kernels import (
     score_traffic,
 )
 from roxxel_dist.model.attention.mask import Mask, key_size
-from roxxel_dist.model.attention.splash import splash_attention
+from roxxel_dist.model.attention.vendor_kernels import splash_attention
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer

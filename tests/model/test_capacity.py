@@ -8,8 +8,7 @@ from models import transformer, with_numbers
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.experts.capacity import Capacity
-from roxxel_dist.model.experts.moe import MixtureOfExperts
+from roxxel_dist.model.experts.moe import Capacity, MixtureOfExperts
 from roxxel_dist.model.generate import generate
 from roxxel_dist.model.loss import token_losses
 

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.cluster.parameter_sharding import on_phase_mesh
 from roxxel_dist.devices.traced_flops import traced_flops
-from roxxel_dist.model.attention import cudnn as module
-from roxxel_dist.model.attention.cudnn import blocks_of, cudnn_attention
+from roxxel_dist.model.attention import vendor_kernels as module
 from roxxel_dist.model.attention.cut_rows import cut_attention
 from roxxel_dist.model.attention.mask import RESIDUALS, Mask
+from roxxel_dist.model.attention.vendor_kernels import blocks_of, cudnn_attention
 
 __all__ = ["cudnn_by_xla"]
 SCALE = 0.3

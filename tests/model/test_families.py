@@ -13,7 +13,7 @@ from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.attention.blocked import blocked_attention
 from roxxel_dist.model.attention.kernels import Situation, broken_rule, dense_attention, kernel_for
 from roxxel_dist.model.attention.mask import Mask
-from roxxel_dist.model.attention.splash import splash_attention
+from roxxel_dist.model.attention.vendor_kernels import splash_attention
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.split import split_module

@@ -177,7 +177,7 @@ def compare(found, expected, bound):
 )
 def test_experts_are_those_of_every_expert(gpu, fields, tokens, dtype):
     made, x = layer(**fields), numbers(tokens, 32)
-    assert moe.by_groups(tokens * made.top_k, made.n_experts, made.top_k)
+    assert moe.uses_ragged(tokens * made.top_k, made.n_experts, made.top_k)
     bound = 1e-5 if dtype == jnp.float32 else 2e-2
     compare(results(moe.experts, made, x, dtype), results(moe.dense, made, x, dtype), bound)
 
@@ -258,7 +258,7 @@ def test_a_card_without_the_kernel_is_said_once(monkeypatch, caplog, device, exp
     set_device(monkeypatch, device)
     moe._say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        found = {moe.by_groups(4096, *experts) for _ in range(3)}
+        found = {moe.uses_ragged(4096, *experts) for _ in range(3)}
     assert found == {device.platform == "tpu" or (device is H200 and experts == (8, 2))}
     assert [line in record.getMessage() for record in caplog.records] == ([True] if line else [])
 

@@ -14,7 +14,7 @@ from roxxel_dist.checkpoint.metadata import CheckpointRef
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.anneal import branches_of, make_decay_branch
+from roxxel_dist.run.past import branches_of, make_decay_branch
 from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.sweep.study.folder import read_study
 

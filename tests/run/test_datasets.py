@@ -7,8 +7,8 @@ import pytest
 
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.batch import describe_batch
 from roxxel_dist.run.components import build_components
+from roxxel_dist.run.curriculum import describe_batch
 from roxxel_dist.settings.config import load_yaml
 
 PHASES = [

@@ -12,7 +12,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.launcher.fleet.simulation import Work
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.estimate import failures
-from roxxel_dist.run.estimate.failures import DAY_S, Cluster, estimate_failures, measured, young
+from roxxel_dist.run.estimate.failures import DAY_S, Cluster, estimate_failures, measured_times, young
 
 
 @pytest.mark.parametrize("save_s", [5.0, 30.0])
@@ -51,7 +51,7 @@ def test_times_are_those_that_the_run_measured(tmp_path: Path) -> None:
         + rows((0, "save", 4.0, None), (0, "step", 22.0, [12, 21]), (1, "start", 2.0, None), (1, "restore", 6.0, None))
         + rows((1, "step", 40.0, [12, 31]), (1, "save", 6.0, None))
     )
-    assert measured(tmp_path) == {"step_s": 2.0, "save_s": 5.0, "start_s": 10.0}
+    assert measured_times(tmp_path) == {"step_s": 2.0, "save_s": 5.0, "start_s": 10.0}
     cluster = Cluster(mtbf_days=9.0, hosts=4, save_s=1.5)
     found = estimate_failures(cluster, checkpoint_every=100, copies=True, run=tmp_path)
     assert (found.step_s, found.save_s, found.start_s) == (2.0, 1.5, 10.0)

@@ -7,7 +7,7 @@ import pytest
 from pretended import LINEAR, cpu_of, exponent
 
 from roxxel_dist.checkpoint.blocks import Header
-from roxxel_dist.checkpoint.digests import BlockDigest, Bounds, DigestTable, digest, inside, shares
+from roxxel_dist.checkpoint.digests import BlockDigest, Bounds, DigestTable, containment, digest, shares
 from roxxel_dist.checkpoint.generations import Inventory
 
 SIZES = [(256, 2048), pytest.param((1024, 8192), marks=pytest.mark.long)]
@@ -19,7 +19,7 @@ def rows_of(count: int, shards: int) -> list[Bounds]:
 
 
 def blocks_inside(count: int, shards: int) -> float:
-    is_inside = inside(rows_of(count, shards))
+    is_inside = containment(rows_of(count, shards))
     return cpu_of(lambda: [is_inside(bounds) for bounds in rows_of(count, count)])
 
 
@@ -64,13 +64,13 @@ def test_blocks_are_found_in_places_that_make_a_grid_and_in_others() -> None:
     grid = [((i * 6, i * 6 + 6), (j * 4, j * 4 + 4)) for i in range(3) for j in range(2)]
     others = [((0, 7), (0, 8)), ((7, 18), (0, 3)), ((9, 18), (3, 8))]
     for places in (grid, others, [], grid[:5]):
-        is_inside = inside(places)
+        is_inside = containment(places)
         for a in range(0, 18, 3):
             for b in range(0, 8, 2):
                 for height, width in ((3, 2), (6, 4), (1, 1)):
                     block = BlockDigest(((a, a + height), (b, b + width)), "", 0)
                     assert is_inside(block.bounds) == any(block.lies_within(place) for place in places)
-    assert inside([()])(())
+    assert containment([()])(())
 
 
 def test_damage_in_a_part_is_found_whether_blocks_are_cut_as_it_or_smaller() -> None:

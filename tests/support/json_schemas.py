@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from roxxel_dist.audit.compare import Comparison
-from roxxel_dist.checkpoint.verify import Verdict
+from roxxel_dist.audit.record import Comparison
+from roxxel_dist.checkpoint.stored_blocks import Verdict
 from roxxel_dist.launcher.control.notify import JobEvent
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.preflight.run import PreflightReport

@@ -14,7 +14,7 @@ from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import Dropout
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train.agreement import StepAgreement
+from roxxel_dist.train.saves import StepAgreement
 
 ADAM = optax.adam(3e-2)
 PHASES = [Phase(6, 8, 17), Phase(4, 8, 17), Phase(3, 8, 33)]

@@ -15,8 +15,7 @@ from roxxel_dist.corpus.build import build
 from roxxel_dist.curriculum.even_rows import EvenRows
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from roxxel_dist.model.loss import END_NATS, next_token_loss, token_losses
-from roxxel_dist.train.validation.evaluator import TRAIN, summarize
-from roxxel_dist.train.validation.text_of_sets import BYTES
+from roxxel_dist.train.validation.evaluator import BYTES, TRAIN, summarize
 
 TEXTS = [f"{number} bottles of bière on the wall, 東京 🙂 " * (1 + number % 4) for number in range(24)]
 

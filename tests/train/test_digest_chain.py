@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from roxxel_dist.curriculum.plan import Rows
 from roxxel_dist.train.step.compile import AotCompiler
-from roxxel_dist.train.step.digest_chain import DigestChain, in_hex
+from roxxel_dist.train.step.digest_chain import DigestChain, hex_digest
 
 ROWS = Rows(np.zeros(4, np.int32), np.arange(4, dtype=np.int64) * 17, 17)
 
@@ -15,7 +15,7 @@ ROWS = Rows(np.zeros(4, np.int32), np.arange(4, dtype=np.int64) * 17, 17)
 def chain(*steps, digest="", begin=0):
     compiler = AotCompiler(Mesh(jax.devices()[:1], ("data",)))
     made = DigestChain(compiler, digest, begin)
-    digests = [in_hex(np.asarray(made.add(rows, jnp.float32(loss)))) for rows, loss in steps]
+    digests = [hex_digest(np.asarray(made.add(rows, jnp.float32(loss)))) for rows, loss in steps]
     compiler.close()
     return digests
 

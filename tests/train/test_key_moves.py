@@ -20,10 +20,10 @@ class Moves:
     def __init__(self, layout, cut):
         self.layout, self.cut = layout, cut
 
-    def compile(self, compile_one, for_each):
+    def compile(self, compiler):
         like = tuple(jax.ShapeDtypeStruct((self.cut.blocks, SIZE, *more), jnp.float32) for more in ((WIDTH,), ()))
         kind = KeyMoves if self.layout.is_even else UnevenKeyMoves
-        return kind.compile_moves(self.layout, self.cut, like, compile_one, for_each)
+        return kind.compile_moves(self.layout, self.cut, like, compiler)
 
 
 def moves_on(devices, rows, per_piece):

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from roxxel_dist.train.log.profiler import Profiler
+from roxxel_dist.train.step.throughput import Profiler
 
 
 def train(profiler, steps):

@@ -15,7 +15,7 @@ from corpora import write_corpus
 from roxxel_dist import Config, Curriculum, Phase, Roxxel
 from roxxel_dist.checkpoint.metadata import RESUME_LATEST, CheckpointMetadata, CheckpointRef, MetaFile, ResumeSpec
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.anneal import make_decay_branch
+from roxxel_dist.run.past import make_decay_branch
 from roxxel_dist.settings.training import LoopOptions, OptimizerConfig
 from roxxel_dist.train import resume
 from roxxel_dist.train.step.optimizer import NamedOptimizer

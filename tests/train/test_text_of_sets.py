@@ -21,7 +21,7 @@ from roxxel_dist.model.loss import END_NATS, losses_of_tokens, next_token_loss, 
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import NamedOptimizer, OptimizerConfig
 from roxxel_dist.train.steps import StepOptions, make_steps
-from roxxel_dist.train.validation.text_of_sets import TextOfSets, byte_counter, why_unknown
+from roxxel_dist.train.validation.evaluator import TextOfSets, byte_counter, unknown_bits_notes
 
 END = 5
 SMALL = {"dim": 32, "num_blocks": 1, "vocab_size": 24, "max_context": 64, "head_size": 16}
@@ -181,11 +181,11 @@ def test_tokens_from_elsewhere(tokenizer, tmp_path):
     with Roxxel(tmp_path) as data:
         text, why = (
             TextOfSets.of_sets({"v": data}, data, known=True),
-            list(why_unknown({"v": data}, data, token_losses)),
+            list(unknown_bits_notes({"v": data}, data, token_losses)),
         )
         assert list(text.tokenizers) == (["v"] if made.is_lossless else [])
         assert [line.split(":")[0] for line in why] == ([] if made.is_lossless else ["val_bpb/v is not known"])
-        assert not list(why_unknown({"v": data}, data, lambda model, batch: 0))
+        assert not list(unknown_bits_notes({"v": data}, data, lambda model, batch: 0))
 
 
 def test_no_bytes_where_the_losses_are_not_known(tmp_path):

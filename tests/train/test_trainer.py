@@ -15,7 +15,7 @@ from runs import PHASES, losses, make, model, module, rows, stop_after, train
 from roxxel_dist import Checkpointer, Curriculum, Logger, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train.agreement import Announcement, StepAgreement
+from roxxel_dist.train.saves import Announcement, StepAgreement
 from roxxel_dist.train.step.throughput import StepTimer
 
 

@@ -13,9 +13,9 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.exact.cost import long_peaks, step_peaks, whole_bytes
 from roxxel_dist.train.exact.layout import rows_sharding, shapes_of
 from roxxel_dist.train.exact.long_shapes import LongSums
-from roxxel_dist.train.exact.memory import long_peaks, step_peaks, whole_bytes
 from roxxel_dist.train.exact.step import RowSums
 from roxxel_dist.train.step.compile import AotCompiler, abstract
 from roxxel_dist.train.step.optimizer import NamedOptimizer
@@ -93,7 +93,7 @@ def test_a_device_has_little_more_than_its_part_of_the_state(optimizer, devices,
     assert groups or compiler.given["gather_slices"] == {len(params)}, "no moments are gathered"
 
     own = RowSums.of_step(step.programs, step.layout, like, hparams, batch)
-    peaks = step_peaks(own.totals, own.packed, like, hparams, compiler.temporaries["packed_sums"])
+    peaks = step_peaks(own.update, own.packed, like, hparams, compiler.temporaries["packed_sums"])
     names = {"gradient": {"packed_sums"}, "exchange": {"arrange_sums", "add_rest"}}
     names["update"] = compiler.alive.keys() - {"gather_slices", *names["gradient"], *names["exchange"]}
     for part, programs in names.items():

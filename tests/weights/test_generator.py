@@ -23,7 +23,7 @@ from roxxel_dist.weights import export
 from roxxel_dist.weights.base import INITIALIZED_FROM
 from roxxel_dist.weights.export import export_run
 from roxxel_dist.weights.files import BEST, NEWEST, read_weights, write_weights
-from roxxel_dist.weights.generator import before_stop, pieces
+from roxxel_dist.weights.generator import cut_at_stop, pieces
 
 PROMPTS = ["def f(x):", "x", "return x + 1  # and much more than that"]
 
@@ -208,7 +208,7 @@ def test_two_prompts_with_the_same_end_and_the_default_length_have_different_tex
 )
 def test_a_text_ends_before_the_first_stop_text(parts, stops, expected):
     for pieces_of_it in (parts, ["".join(parts)], list("".join(parts))):  # the same in whatever pieces
-        found = list(before_stop(iter(pieces_of_it), stops))
+        found = list(cut_at_stop(iter(pieces_of_it), stops))
         assert "".join(found) == expected
         assert "" not in found
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from roxxel_dist import Config, Experiment, Generator, Roxxel, Transformer
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.weights.base import find_checkpoint, with_shape_of
+from roxxel_dist.weights.base import find_checkpoint, take_hf_shape
 from roxxel_dist.weights.export import export_run
 from roxxel_dist.weights.hf_folder import HfFolder
 
@@ -54,7 +54,7 @@ def test_it_has_its_shape_weights_and_tokenizer(folder, tmp_path):
     logits = nnx.jit(lambda model, tokens: model(tokens))
     np.testing.assert_allclose(logits(ours, tokens), logits(theirs, tokens), atol=1e-4)
     assert (run / "tokenizer.json").read_bytes() == (folder / "hf" / "tokenizer.json").read_bytes()
-    same = with_shape_of(Config(**divided, fsdp=True))
+    same = take_hf_shape(Config(**divided, fsdp=True))
     assert same.to_dict() == saved.to_dict(), "it can be resumed with the same words"
 
 
@@ -320,4 +320,4 @@ def test_the_arrays_of_all_blocks_as_one(folder):
 
 def test_a_folder_that_is_gone_changes_nothing(tmp_path):
     config = Config(init_from=str(tmp_path / "gone"), dim=48)
-    assert with_shape_of(config) is config
+    assert take_hf_shape(config) is config

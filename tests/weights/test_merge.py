@@ -18,8 +18,8 @@ from roxxel_dist.checkpoint.metadata import CheckpointRange
 from roxxel_dist.cli import main
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.evaluate import evaluate
+from roxxel_dist.weights.export import mean, merge_run, shares_of
 from roxxel_dist.weights.load import weights_of
-from roxxel_dist.weights.merge import mean, merge_run, shares_of
 
 SMALL = {
     "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 16, "batch_size": 8, "max_steps": 8, "lr": 1e-2,

@@ -14,7 +14,7 @@ from reader import ROOT, blocks
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.format import HEADER_BYTES
-from roxxel_dist.run.batch import describe_batch
+from roxxel_dist.run.curriculum import describe_batch
 
 pytestmark = pytest.mark.xdist_group("bucket")
 CONFIG = """

@@ -15,7 +15,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.curriculum.segments import check_batches
 from roxxel_dist.run.components import build_components, open_corpus, temporary_folder
 from roxxel_dist.settings.config import load_yaml
-from roxxel_dist.weights.base import with_base
+from roxxel_dist.weights.base import add_base
 
 pytestmark = [pytest.mark.xdist_group("configs"), pytest.mark.timeout(900)]
 DEMO = ROOT / "roxxel_dist" / "demo.yaml"
@@ -100,7 +100,7 @@ def test_it_is_a_config(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_fits_together_as_it_stands(here, name):
     """All that `plan` looks at before it compiles a step, which for the large ones takes a minute."""
-    config, _ = with_base(Config.from_yaml(f"configs/{name}.yaml"))
+    config, _ = add_base(Config.from_yaml(f"configs/{name}.yaml"))
     config = config.with_absolute_paths()
     path = config.primary_path("data/corpus" if name == "demo" else None)
     with temporary_folder(path, "plan") as folder, open_corpus(config, path, folder) as data:

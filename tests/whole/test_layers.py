@@ -24,8 +24,8 @@ RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # The public names are imported when they are first used; the bar is drawn by the launcher too, and imports rich alone.
 NO_JAX = [
-    "roxxel_dist.audit.compare",
-    "roxxel_dist.run.batch",
+    "roxxel_dist.audit.record",
+    "roxxel_dist.run.curriculum",
     "roxxel_dist.run.report",
     "roxxel_dist.curriculum.phases",
     "roxxel_dist.input.stream",

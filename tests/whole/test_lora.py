@@ -23,7 +23,7 @@ from roxxel_dist.run import components as assemble
 from roxxel_dist.run.metadata import saved_config
 from roxxel_dist.run.record import check_resumable
 from roxxel_dist.settings.config import load_yaml
-from roxxel_dist.weights.base import check_base, fingerprint, with_base
+from roxxel_dist.weights.base import add_base, check_base, fingerprint
 from roxxel_dist.weights.load import load_run
 
 pytestmark = pytest.mark.xdist_group("lora")  # one base for all
@@ -246,7 +246,7 @@ def test_adapters_need_a_base(work, tmp_path):
         Trainer(Config(**SMALL, use_lora=True)).fit(work / "second.txt")
     config = Config.from_yaml(work / "tuned" / "config.yaml")  # the same recipe again: the same base
     assert Experiment(config).config.init_from == str(work / "base")
-    assert with_base(config)[1].startswith(f"{work / 'tuned'} has adapters itself: its base {work / 'base'} is taken")
+    assert add_base(config)[1].startswith(f"{work / 'tuned'} has adapters itself: its base {work / 'base'} is taken")
     shutil.copy(work / "base" / "config.yaml", tmp_path)  # a copy is of no run
     with pytest.raises(UserError, match="init_from names no run"):
         Experiment(tuned(tmp_path))

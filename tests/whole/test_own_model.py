@@ -19,7 +19,8 @@ from roxxel_dist.model.user_code import import_function
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.components import build_components
 from roxxel_dist.settings.config import load_yaml
-from roxxel_dist.weights.load import check_continues, model_builder
+from roxxel_dist.weights.generator import check_continues
+from roxxel_dist.weights.load import model_builder
 
 pytestmark = pytest.mark.xdist_group("own")
 OWN = ["--model", "netpkg.net:build", "--loss", "netpkg.net:loss", "--model_args", "{width: 48}"]

@@ -5,6 +5,7 @@ again in the backward pass.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -39,19 +40,31 @@ def blocked_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax
     """
     batch, length, heads, width = q_BxLxHxK.shape
     groups, size = k_BxLxGxK.shape[2], block_of(mask.window)
-    count = -(-length // size)
-
-    def blocks(x: jax.Array) -> jax.Array:
-        """[B, L, G, ...] to [blocks, B, G, ..., size, last]; padding of the last block is masked as later tokens."""
-        x = pad_tokens(x, count * size)
-        return jnp.moveaxis(jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0), 2, -2)
-
-    each = mask.scaled(width).pad(count * size).labels(lambda x: blocks(x[..., None])[..., 0])
-    at = Blocks.between(jnp.arange(count), size, each, each)
+    padded = -(-length // size) * size  # what is added is masked as later tokens
     grouped = q_BxLxHxK.reshape(batch, length, groups, heads // groups, -1)
-    out = _blocked(blocks(grouped), blocks(k_BxLxGxK), blocks(v_BxLxGxV), at)
-    out = jnp.moveaxis(jnp.moveaxis(out, -2, 2), 0, 1)  # [B, blocks, size, G, H / G, V]
-    return out.reshape(batch, count * size, heads, -1)[:, :length]
+    q, k, v = (pad_tokens(x, padded) for x in (grouped, k_BxLxGxK, v_BxLxGxV))
+    out = attend_in_blocks(BLOCKED, q, k, v, mask.scaled(width).pad(padded), size)
+    return out.reshape(batch, padded, heads, -1)[:, :length]
+
+
+def split_heads(x: jax.Array, size: int) -> jax.Array:
+    """[B, tokens, G, ...] to blocks [blocks, B, G, ..., size, last]."""
+    return jnp.moveaxis(split_rows(x, size), 2, -2)
+
+
+def join_heads(x: jax.Array) -> jax.Array:
+    """The inverse of `split_heads`."""
+    return join_rows(jnp.moveaxis(x, -2, 2))
+
+
+def split_rows(x: jax.Array, size: int) -> jax.Array:
+    """[B, tokens, ...] to blocks [blocks, B, size, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+
+def join_rows(x: jax.Array) -> jax.Array:
+    """The inverse of `split_rows`."""
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
 # Below, shapes are of N blocks of C queries, [N, B, G, R, C, K] (R of them share a key), and of M blocks of C keys,
@@ -74,7 +87,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def between(cls, number: jax.Array, size: int, of_q: Mask, of_k: Mask) -> "Blocks":
-        """From the first to the last block of keys that may have one that a block of queries attends to."""
+        """The blocks from the first to the last that may have a key that a block of queries attends to."""
         first, last, window = jnp.zeros(number.shape, jnp.int32), number, of_q.window
         may_meet: Any = True  # [N, M, B]
         if of_q.segments is not None and of_k.segments is not None:
@@ -98,7 +111,9 @@ def _range(labels: jax.Array) -> jax.Array:
     return jnp.stack([labels.min(-1), labels.max(-1)])
 
 
-def over_keys(i: jax.Array, at: Blocks, size: int, of_row: int, body: Any, start: Any, *, but_own: bool = False) -> Any:
+def loop_over_keys(
+    i: jax.Array, at: Blocks, size: int, of_row: int, body: Any, start: Any, *, but_own: bool = False
+) -> Any:
     """`jax.lax.fori_loop` over the blocks of keys that block `i` of queries attends to; `but_own`: without its own.
 
     Their number differs between blocks and devices, and the program has it as data. So a scope says how many they are
@@ -131,7 +146,7 @@ def blocked_forward(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, of_row
 
         each = q.shape[1:-1]
         empty = jnp.full(each, HIDDEN), jnp.zeros(each), jnp.zeros((*each, v.shape[-1]))
-        top, total, mixed = over_keys(i, at, q.shape[-2], of_row, keys, empty)
+        top, total, mixed = loop_over_keys(i, at, q.shape[-2], of_row, keys, empty)
         return None, ((mixed / total[..., None]).astype(v.dtype), top + jnp.log(total))
 
     return jax.lax.scan(queries, None, jnp.arange(q.shape[0]))[1]
@@ -168,34 +183,52 @@ def blocked_backward(
             return d_q, d_k.at[j].add(of_k), d_v.at[j].add(of_v)
 
         start = (jnp.zeros(q.shape[1:]), *d_keys)
-        d_q, *d_keys = over_keys(i, at, q.shape[-2], of_row, keys, start)
+        d_q, *d_keys = loop_over_keys(i, at, q.shape[-2], of_row, keys, start)
         return tuple(d_keys), d_q.astype(q.dtype)
 
     (d_k, d_v), d_q = jax.lax.scan(queries, (jnp.zeros(k.shape), jnp.zeros(v.shape)), jnp.arange(q.shape[0]))
     return d_q, d_k, d_v
 
 
-def with_gradients(
-    forward: Callable[..., tuple[jax.Array, jax.Array]], backward: Callable[..., tuple[jax.Array, ...]]
-) -> Any:
-    """Attention of rows that lie whole on a device, a function of (queries, keys, values, `Blocks`), from two passes
-    such as `blocked_forward` and `blocked_backward`."""
+class Form(NamedTuple):
+    """How attention takes rows in blocks: the form of the blocks, and its two passes over them."""
 
-    def kept_forward(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks) -> tuple[jax.Array, Any]:
-        out, log_sums = checkpoint_name(forward(q, k, v, at, k.shape[0]), RESIDUALS)
+    split: Callable[[jax.Array, int], jax.Array]
+    """Rows [B, tokens, ...] to blocks of so many tokens, the first axis."""
+    join: Callable[[jax.Array], jax.Array]
+    """The inverse of `split`."""
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+BLOCKED = Form(split_heads, join_heads, blocked_forward, blocked_backward)
+"""Attention by XLA: queries [B, tokens, G, H / G, K]."""
+
+
+def attend_in_blocks(form: Form, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, size: int) -> jax.Array:
+    """Attention of rows that lie whole on a device, [B, tokens, ...] of a multiple of `size` tokens, as `form` has
+    queries, keys and values."""
+    each = mask.labels(lambda x: split_rows(x, size))
+    at = Blocks.between(jnp.arange(k.shape[1] // size), size, each, each)
+    return form.join(_with_gradients(form)(*(form.split(x, size) for x in (q, k, v)), at))
+
+
+@cache
+def _with_gradients(form: Form) -> Any:
+    """The function of (queries, keys, values, `Blocks`) that keeps what the backward pass of a form takes."""
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks) -> tuple[jax.Array, Any]:
+        out, log_sums = checkpoint_name(form.forward(q, k, v, at, k.shape[0]), RESIDUALS)
         return out, (q, k, v, at, out, log_sums)
 
-    def kept_backward(kept: Any, d_out: jax.Array) -> Any:
+    def backward(kept: Any, d_out: jax.Array) -> Any:
         _, k, v, *_ = kept
-        d_q, d_k, d_v = backward(*kept, d_out, k.shape[0])
+        d_q, d_k, d_v = form.backward(*kept, d_out, k.shape[0])
         return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
-    attend = jax.custom_vjp(lambda *args: kept_forward(*args)[0])
-    attend.defvjp(kept_forward, kept_backward)
+    attend = jax.custom_vjp(lambda *args: forward(*args)[0])
+    attend.defvjp(forward, backward)
     return attend
-
-
-_blocked = with_gradients(blocked_forward, blocked_backward)
 
 
 def _scores(q: jax.Array, k: jax.Array, at: Blocks, i: Any, j: Any) -> jax.Array:

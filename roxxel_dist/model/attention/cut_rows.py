@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import TENSOR, TOKENS, row_axes, row_shards, token_shards
-from roxxel_dist.model.attention.blocked import Blocks, block_of, blocked_backward, blocked_forward
-from roxxel_dist.model.attention.cudnn import LARGEST_BLOCK, pairs_backward, pairs_forward, with_equal_widths
+from roxxel_dist.model.attention.blocked import BLOCKED, Blocks, Form, block_of, join_rows, split_rows
 from roxxel_dist.model.attention.mask import LANES, RESIDUALS, KernelName, Mask, pad_tokens
-from roxxel_dist.model.attention.splash import splash_block, splash_kernel
+from roxxel_dist.model.attention.vendor_kernels import (
+    LARGEST_BLOCK,
+    PAIRS,
+    pad_widths,
+    splash_block,
+    splash_kernel,
+)
 
 NOWHERE = -(1 << 31)
 """The segment of what a device without tokens before its own has in their place."""
@@ -52,36 +57,9 @@ class RowCut:
     """Blocks before its own that a part needs for its window; None: all blocks of a row, and the part i has the blocks
     of the pieces i and 2 t - 1 - i of the 2 t pieces of the row."""
 
-    @classmethod
-    def of_lanes(cls, parts: int, length: int, window: int | None) -> "RowCut":
-        """The same in blocks that splash attention takes: each device has a multiple of 128 tokens, or of 256."""
-        if window is not None:
-            here = -(-length // parts // LANES) * LANES
-            size = splash_block(here)
-            halo = -(-(window - 1) // size)
-            if halo < (parts - 1) * (here // size):
-                return cls(parts, here // size, size, halo)
-        half = -(-length // (2 * parts) // LANES) * LANES
-        size = splash_block(half)
-        return cls(parts, 2 * half // size, size, None)
-
-    @classmethod
-    def of_pairs(cls, parts: int, length: int, window: int | None, *, packed: bool) -> "RowCut":
-        """The same in blocks for cuDNN, a multiple of 128 tokens: the largest ones that a bias allows, or that need
-        none."""
-        largest = block_of(window, LARGEST_BLOCK)
-        if window is not None:
-            blocks, size = _pieces(-(-length // parts), largest)
-            halo = -(-(window - 1) // size)
-            if halo < (parts - 1) * blocks:
-                return cls(parts, blocks, size, halo)
-        half = -(-length // (2 * parts))
-        blocks, size = _pieces(half, largest if packed or window is not None else half)
-        return cls(parts, 2 * blocks, size, None)
-
     @property
     def tokens(self) -> int:
-        """Of a row, with padding at its end: causality hides it."""
+        """Tokens of a row, with padding at its end: causality hides it."""
         return self.row_blocks * self.size
 
     @property
@@ -91,21 +69,52 @@ class RowCut:
 
     @classmethod
     def of_length(cls, parts: int, length: int, window: int | None, *, by_place: bool = True) -> "RowCut":
-        """For rows of `length` tokens: as little padding as blocks of at most `block_of` tokens need.
+        """The cut of rows of `length` tokens with as little padding as blocks of at most `block_of` tokens need.
 
         `by_place`: a window is one of places in the row, not of positions, so it is known which parts have its keys.
         """
         largest = block_of(window)
-        if window is not None and by_place:
-            each = -(-length // parts)
-            blocks = -(-each // largest)
-            size = -(-each // blocks)
+
+        def pieces(tokens: int) -> tuple[int, int]:
+            blocks = -(-tokens // largest)
+            return blocks, -(-tokens // blocks)
+
+        return cls._of_pieces(parts, length, window if by_place else None, pieces)
+
+    @classmethod
+    def of_lanes(cls, parts: int, length: int, window: int | None) -> "RowCut":
+        """The same in blocks that splash attention takes: each device has a multiple of 128 tokens, or of 256."""
+
+        def pieces(tokens: int) -> tuple[int, int]:
+            padded = -(-tokens // LANES) * LANES
+            return padded // splash_block(padded), splash_block(padded)
+
+        return cls._of_pieces(parts, length, window, pieces)
+
+    @classmethod
+    def of_pairs(cls, parts: int, length: int, window: int | None, *, packed: bool) -> "RowCut":
+        """The same in blocks for cuDNN, a multiple of 128 tokens: the largest ones that a bias allows, or that need
+        none."""
+        largest = block_of(window, LARGEST_BLOCK)
+
+        def pieces(tokens: int) -> tuple[int, int]:
+            blocks = -(-tokens // largest) if packed or window is not None else 1
+            return blocks, -(-tokens // (blocks * LANES)) * LANES
+
+        return cls._of_pieces(parts, length, window, pieces)
+
+    @classmethod
+    def _of_pieces(
+        cls, parts: int, length: int, window: int | None, pieces: Callable[[int], tuple[int, int]]
+    ) -> "RowCut":
+        """The cut by (tokens of a piece) -> (its blocks, their tokens): with a halo where it spares keys."""
+        if window is not None:
+            blocks, size = pieces(-(-length // parts))
             halo = -(-(window - 1) // size)
             if halo < (parts - 1) * blocks:
                 return cls(parts, blocks, size, halo)
-        each = -(-length // (2 * parts))
-        half = -(-each // largest)
-        return cls(parts, 2 * half, -(-each // half), None)
+        blocks, size = pieces(-(-length // (2 * parts)))
+        return cls(parts, 2 * blocks, size)
 
     def numbers(self, part: Any) -> jax.Array:
         """int32[blocks]: which blocks of its row a part has; parts may be numbered through all rows of a batch."""
@@ -182,28 +191,10 @@ class RowCut:
         own = jax.ShapeDtypeStruct((self.blocks, *x.shape[1:]), x.dtype)
         return jax.linear_transpose(partial(self.gather, in_blocks=True), own)(x)[0]
 
-    def split(self, x: jax.Array) -> jax.Array:
-        """[B, tokens, G, ...] to blocks [blocks, B, G, ..., size, last]."""
-        x = x.reshape(x.shape[0], -1, self.size, *x.shape[2:])
-        return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
-
-    def join(self, x: jax.Array) -> jax.Array:
-        """The inverse of `split`."""
-        x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-    def split_rows(self, x: jax.Array) -> jax.Array:
-        """[B, tokens, ...] to blocks [blocks, B, size, ...]."""
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, self.size, *x.shape[2:]), 1, 0)
-
-    def join_rows(self, x: jax.Array) -> jax.Array:
-        """The inverse of `split_rows`."""
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-
     def device_blocks(self, mask: Mask) -> Blocks:
         """Which keys, of those that `gather` gives, each block of this device's queries attends to; `mask`: of rows."""
         device = jax.lax.axis_index(TOKENS)
-        every = mask.labels(lambda x: self.split(x[..., None])[..., 0])
+        every = mask.labels(lambda x: split_rows(x, self.size))
         if self.halo is None:
             number = self.numbers(device)
             return Blocks.between(number, self.size, every.labels(lambda x: x[number]), every)
@@ -219,12 +210,6 @@ class RowCut:
     def queries(self) -> np.ndarray:
         """int32[tokens]: the places of the tokens that the parts, one after the other, have as `order` gives them."""
         return np.arange(self.tokens, dtype=np.int32).reshape(-1, self.size)[self.of_parts].reshape(-1)
-
-
-def _pieces(tokens: int, largest: int) -> tuple[int, int]:
-    """(how many blocks, of a multiple of 128 tokens each, have so many tokens)."""
-    blocks = -(-tokens // largest)
-    return blocks, -(-tokens // (blocks * LANES)) * LANES
 
 
 def cut_attention(
@@ -259,7 +244,7 @@ def cut_attention(
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _: Any) -> jax.Array:
         if kernel == "cudnn":
-            mixed: Any = _local(*with_equal_widths(q, k, v), mask, cut, PAIRS)
+            mixed: Any = _local(*pad_widths(q, k, v), mask, cut, PAIRS)
         else:
             grouped = q.reshape(*q.shape[:2], k.shape[2], heads // groups, q.shape[-1])
             mixed = _local(grouped, k, v, mask, cut, BLOCKED)
@@ -303,7 +288,7 @@ def _local_splash(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, program:
     def mixed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         at, ids = cut.device_blocks(mask), None
         if at.of_q.segments is not None and at.of_k.segments is not None:
-            of_q, of_k = (cut.join(each[..., None])[..., 0] for each in (at.of_q.segments, at.of_k.segments))
+            of_q, of_k = map(join_rows, (at.of_q.segments, at.of_k.segments))
             ids = splash.SegmentIds(of_q, of_k)
         of_heads = (x.swapaxes(1, 2) for x in (cut.order(q * mask.scale), cut.gather(k), cut.gather(v)))
         out: Any = jax.vmap(program)(*of_heads, ids)
@@ -314,23 +299,6 @@ def _local_splash(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, program:
     return jax.checkpoint(mixed, policy=keep)(q, k, v)
 
 
-class Form(NamedTuple):
-    """How one device computes: the form of its blocks, and the two passes."""
-
-    split: Callable[[RowCut, jax.Array], jax.Array]
-    """A device's part of rows, [B, tokens, ...], to blocks, the first axis."""
-    join: Callable[[RowCut, jax.Array], jax.Array]
-    """The inverse of `split`."""
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
-    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-
-
-BLOCKED = Form(RowCut.split, RowCut.join, blocked_forward, blocked_backward)
-"""By XLA: queries [B, tokens, G, H / G, K]."""
-PAIRS = Form(RowCut.split_rows, RowCut.join_rows, pairs_forward, pairs_backward)
-"""By cuDNN: queries [B, tokens, H, K], as many channels as values."""
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, cut: RowCut, form: Form) -> jax.Array:
     """A device's part of `cut_attention`: queries as `form` has them, keys [B, tokens, G, K], the mask of rows."""
@@ -338,11 +306,11 @@ def _local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, cut: RowCut, fo
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, cut: RowCut, form: Form) -> tuple[jax.Array, Any]:
-    q = form.split(cut, cut.order(q))
-    keys, values = (cut.gather(form.split(cut, x), in_blocks=True) for x in (k, v))
+    q = form.split(cut.order(q), cut.size)
+    keys, values = (cut.gather(form.split(x, cut.size), in_blocks=True) for x in (k, v))
     at = cut.device_blocks(mask)
     out, log_sums = checkpoint_name(form.forward(q, keys, values, at, cut.row_blocks), RESIDUALS)
-    return cut.restore(form.join(cut, out)), (q, k, v, mask, out, log_sums)
+    return cut.restore(form.join(out)), (q, k, v, mask, out, log_sums)
 
 
 def _backward(cut: RowCut, form: Form, kept: Any, d_out: jax.Array) -> Any:
@@ -351,11 +319,11 @@ def _backward(cut: RowCut, form: Form, kept: Any, d_out: jax.Array) -> Any:
     # optimization barrier on some devices. So keys are those of this gradient: NaN where it is, as theirs would be.
     first = d_out.reshape(-1)[0]
     k, v = (jnp.where(jnp.isnan(first), first.astype(x.dtype), x) for x in (k, v))
-    keys, values = (cut.gather(form.split(cut, x), in_blocks=True) for x in (k, v))
-    d_out, at = form.split(cut, cut.order(d_out)), cut.device_blocks(mask)
+    keys, values = (cut.gather(form.split(x, cut.size), in_blocks=True) for x in (k, v))
+    d_out, at = form.split(cut.order(d_out), cut.size), cut.device_blocks(mask)
     d_q, d_k, d_v = form.backward(q, keys, values, at, out, log_sums, d_out, cut.row_blocks)
-    own = (form.join(cut, cut.scatter(x)).astype(like.dtype) for x, like in ((d_k, k), (d_v, v)))
-    return cut.restore(form.join(cut, d_q)), *own, None
+    own = (form.join(cut.scatter(x)).astype(like.dtype) for x, like in ((d_k, k), (d_v, v)))
+    return cut.restore(form.join(d_q)), *own, None
 
 
 _local.defvjp(_forward, _backward)

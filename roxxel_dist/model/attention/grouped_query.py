@@ -44,7 +44,20 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     return tuple(kinds)
 
 
-class Attention(nnx.Module):
+class Heads(nnx.Module):
+    """Attention behind its heads: a gate, if there is one, and the output projection."""
+
+    out: nnx.LinearGeneral
+    gate: "Gate | None"
+
+    def finish(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array | None) -> jax.Array:
+        """[B, L, dim] from what the heads gathered, and for the gate the layer's input."""
+        if self.gate is not None and x_BxLxD is not None:
+            mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
+        return self.out(mixed_BxLxHxK.reshape(*mixed_BxLxHxK.shape[:2], -1))
+
+
+class Attention(Heads):
     """Each position attends to itself and earlier ones, within its window, and with segments within its document.
 
     `n_heads` queries share `kv_heads` keys and values; all three are one matrix product, whose kernel [D, G, R + 2, K]
@@ -69,7 +82,7 @@ class Attention(nnx.Module):
 
         def init(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
             # Drawn in the ungrouped layout of older versions, so that a seed gives the same weights.
-            return grouped(nnx.initializers.normal(config.init_std)(key, shape, dtype), out)
+            return group_heads(nnx.initializers.normal(config.init_std)(key, shape, dtype), out)
 
         axes = (FSDP, TENSOR, None, None)
         self.qkv: nnx.LinearGeneral = linear(
@@ -114,12 +127,6 @@ class Attention(nnx.Module):
             q, k = (rotate(x, position_L, rotary) for x in (q, k))
         return q, k, v
 
-    def finish(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array | None) -> jax.Array:
-        """[B, L, dim] from what the heads gathered, and for the gate the layer's input."""
-        if self.gate is not None and x_BxLxD is not None:
-            mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
-        return self.out(mixed_BxLxHxK.reshape(*mixed_BxLxHxK.shape[:2], -1))
-
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of a token's entries in a cache."""
@@ -137,7 +144,7 @@ def out_projection(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.Linea
     return linear(config, "attention", width, config.dim, (TENSOR, FSDP), init, rngs)
 
 
-def grouped(flat: Any, shape: Sequence[int]) -> Any:
+def group_heads(flat: Any, shape: Sequence[int]) -> Any:
     """[..., G R K + 2 G K], all queries, then all keys, then all values, to [..., G, R + 2, K]."""
     groups, per_group, size = shape
     whole, queries = groups * size, groups * (per_group - 2) * size

@@ -8,7 +8,7 @@ and again in the backward pass. cuDNN (NVIDIA GPUs) and splash attention (TPU) d
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,14 @@ import jax.numpy as jnp
 from roxxel_dist.cluster.determinism import is_deterministic
 from roxxel_dist.devices.accelerators import accelerator
 from roxxel_dist.model.attention.blocked import block_of, blocked_attention
-from roxxel_dist.model.attention.cudnn import LARGEST_BLOCK, LONGEST_BIAS, blocks_of, cudnn_attention
 from roxxel_dist.model.attention.mask import HIDDEN, LANES, KernelName, Mask
-from roxxel_dist.model.attention.splash import splash_attention
+from roxxel_dist.model.attention.vendor_kernels import (
+    LARGEST_BLOCK,
+    LONGEST_BIAS,
+    blocks_of,
+    cudnn_attention,
+    splash_attention,
+)
 from roxxel_dist.model.config import AttentionKernel
 from roxxel_dist.model.layers import soft_cap
 from roxxel_dist.process.exit_codes import UserError
@@ -53,8 +58,7 @@ class Situation:
         return 256 if compute_capability(self.device) >= (9, 0) else 128
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(NamedTuple):
     """What a kernel asks for."""
 
     topic: str
@@ -84,74 +88,49 @@ def _on(name: str, platform: str, devices: str) -> tuple[Rule, Rule]:
     """The rules of a kernel that is for one kind of devices."""
     return (
         Rule(
-            topic="Devices",
-            words=devices,
-            holds=lambda s: s.device.platform == platform,
-            reason=f"{name} is for {platform.upper()}s, and the devices here are {{s.device.platform}}",
-            fix="use auto",
+            "Devices", devices, lambda s: s.device.platform == platform,
+            f"{name} is for {platform.upper()}s, and the devices here are {{s.device.platform}}", "use auto",
         ),
         Rule(
-            topic="",
-            words="",
-            holds=lambda s: s.whole_rows,
-            reason=f"{name} needs whole rows on each device",
-            fix="use a batch_size that is a multiple of devices x grad_accum, or xla",
+            "", "", lambda s: s.whole_rows, f"{name} needs whole rows on each device",
+            "use a batch_size that is a multiple of devices x grad_accum, or xla",
         ),
-    )
+    )  # fmt: skip
 
 
 CUDNN = (
     *_on("cuDNN", "gpu", "NVIDIA GPUs"),
     Rule(
-        topic="Devices",
-        words="of compute capability 8.0 and above",
-        holds=lambda s: compute_capability(s.device) >= (8, 0),
-        reason="cuDNN needs compute capability 8.0, and this is a {s.device.device_kind}",
-        fix="use xla",
+        "Devices", "of compute capability 8.0 and above", lambda s: compute_capability(s.device) >= (8, 0),
+        "cuDNN needs compute capability 8.0, and this is a {s.device.device_kind}", "use xla",
     ),
     Rule(
-        topic="Number types",
-        words="bfloat16",
-        holds=lambda s: s.bf16,
-        reason="cuDNN computes in bfloat16",
-        fix="set bf16_compute or use_bf16, or use xla",
+        "Number types", "bfloat16", lambda s: s.bf16,
+        "cuDNN computes in bfloat16", "set bf16_compute or use_bf16, or use xla",
     ),
     Rule(
-        topic="Width of keys",
-        words="a multiple of 8",
-        holds=lambda s: s.key_size % 8 == 0,
-        reason="cuDNN needs keys of a multiple of 8 channels, and they have {s.key_size}",
-        fix="use xla",
+        "Width of keys", "a multiple of 8", lambda s: s.key_size % 8 == 0,
+        "cuDNN needs keys of a multiple of 8 channels, and they have {s.key_size}", "use xla",
     ),
     Rule(
-        topic="Width of keys",
-        words="up to 128 (up to 256 with compute capability 9.0 or above)",
-        holds=lambda s: s.key_size <= s.widest,
-        reason="cuDNN takes keys of {s.widest} channels here, and they have {s.key_size}",
-        fix="use xla",
+        "Width of keys", "up to 128 (up to 256 with compute capability 9.0 or above)", lambda s: s.key_size <= s.widest,
+        "cuDNN takes keys of {s.widest} channels here, and they have {s.key_size}", "use xla",
     ),
     Rule(
-        topic="`attn_softcap`",
-        words="no",
-        holds=lambda s: not s.capped,
-        reason="cuDNN has no soft cap of scores (attn_softcap)",
-        fix="use auto or xla, or leave attn_softcap out",
+        "`attn_softcap`", "no", lambda s: not s.capped,
+        "cuDNN has no soft cap of scores (attn_softcap)", "use auto or xla, or leave attn_softcap out",
     ),
     Rule(
-        topic="Packed documents",
-        words=f"keys of up to {WIDEST_PACKED}",
-        holds=lambda s: not s.packed or s.key_size <= WIDEST_PACKED,
-        reason=f"cuDNN takes keys of {WIDEST_PACKED} channels for documents within a row, and they have {{s.key_size}}",
-        fix="use packing contiguous, or xla",
+        "Packed documents", f"keys of up to {WIDEST_PACKED}", lambda s: not s.packed or s.key_size <= WIDEST_PACKED,
+        f"cuDNN takes keys of {WIDEST_PACKED} channels for documents within a row, and they have {{s.key_size}}",
+        "use packing contiguous, or xla",
     ),
     Rule(  # decision 11
-        topic="Can be used with `deterministic: true`",
-        words="no",
-        holds=lambda s: not is_deterministic(),
-        reason="deterministic is true, and XLA does not run cuDNN's deterministic backward pass",
-        fix="use auto or xla, or set deterministic to false",
+        "Can be used with `deterministic: true`", "no", lambda s: not is_deterministic(),
+        "deterministic is true, and XLA does not run cuDNN's deterministic backward pass",
+        "use auto or xla, or set deterministic to false",
     ),
-)
+)  # fmt: skip
 
 
 def xla_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.Array, mask: Mask) -> jax.Array:

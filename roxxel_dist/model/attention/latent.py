@@ -7,7 +7,7 @@ from flax import nnx
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.step_parts import ATTENTION
 from roxxel_dist.model.attention.attend import attend
-from roxxel_dist.model.attention.grouped_query import Gate, out_projection
+from roxxel_dist.model.attention.grouped_query import Gate, Heads, out_projection
 from roxxel_dist.model.attention.kv_cache import AttentionMetadata, LayerCache, update
 from roxxel_dist.model.attention.mask import Mask, mask_of
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
@@ -16,7 +16,7 @@ from roxxel_dist.model.lora import kernel_of
 from roxxel_dist.model.lora import linear as plain_or_adapted
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Heads):
     """Keys and values of all heads come from one narrow vector per token, its latent, which a cache stores.
 
     A rotated key cannot be computed from the cached latent by a fixed matrix. So rotary positions have extra channels,
@@ -76,12 +76,6 @@ class LatentAttention(nnx.Module):
         """Queries and keys [B, L, H, K + rope_dim], and values [B, L, H, K], as in training."""
         q_BxLxHxQ, latent_BxLxC, turned_BxLxR = self._latents(x_BxLxD, position_L)
         return q_BxLxHxQ, *self._expanded(latent_BxLxC, turned_BxLxR)
-
-    def finish(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array | None) -> jax.Array:
-        """[B, L, dim] from what the heads gathered, and for the gate the layer's input."""
-        if self.gate is not None and x_BxLxD is not None:
-            mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
-        return self.out(mixed_BxLxHxK.reshape(*mixed_BxLxHxK.shape[:2], -1))
 
     def _latents(self, x_BxLxD: jax.Array, position_L: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, L, H, K + rope_dim], latents [B, L, C], and rotary keys [B, L, rope_dim]."""

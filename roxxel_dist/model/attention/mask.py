@@ -61,7 +61,7 @@ class Mask:
         return jax.tree.map(change, self)
 
     def pad(self, length: int) -> "Mask":
-        """Of rows of `length` tokens, of which no token attends to the further ones."""
+        """The same for rows of `length` tokens, of which no token attends to the further ones."""
         segments, positions = self.segments, self.positions
         if positions is not None:
             positions = jnp.pad(positions, [(0, 0), (0, length - positions.shape[1])], constant_values=LATER)
@@ -122,7 +122,7 @@ def pad_tokens(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, length - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
 
 
-def on_own_rows(
+def map_own_rows(
     local: Callable[[jax.Array, jax.Array, jax.Array, Mask], Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
 ) -> jax.Array:
     """A kernel, [B, L, H, V], that each device computes for its own rows, and heads where "tensor" divides them.

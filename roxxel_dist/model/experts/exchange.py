@@ -60,7 +60,7 @@ class Routes(NamedTuple):
 
     @classmethod
     def of_experts(cls, chosen_A: jax.Array, count: int) -> "Routes":
-        """Those of copies with these experts, of which each device has `count`."""
+        """The routes of copies with these experts, of which each device has `count`."""
         devices = jax.lax.axis_size(EXPERT)
         order_A, device_A = jnp.argsort(chosen_A, stable=True), chosen_A // count
         count_SxE = (chosen_A[:, None] == jnp.arange(devices * count)).sum(0, dtype=jnp.int32).reshape(devices, count)
@@ -70,7 +70,7 @@ class Routes(NamedTuple):
         return cls(order_A, device_A, jnp.argsort(order_A) - start_S[device_A], start_S, size_S, end_SxE)
 
 
-def through_experts(
+def apply_experts(
     x_NxD: jax.Array, chosen_NxK: jax.Array, matrices: Any, count: int, compute: Compute, axes: tuple[str, ...]
 ) -> jax.Array:
     """The outputs of the experts of each row; within a `jax.shard_map`.
@@ -94,8 +94,8 @@ def through_experts(
     return y_AxD.reshape(rows, top_k, -1)
 
 
-def of_own_experts(x_NxD: jax.Array, chosen_NxK: jax.Array, matrices: Any, compute: Compute) -> jax.Array:
-    """[N, K, D] as `through_experts`, where all devices have the same rows: no row is sent, and outputs are summed."""
+def apply_own_experts(x_NxD: jax.Array, chosen_NxK: jax.Array, matrices: Any, compute: Compute) -> jax.Array:
+    """[N, K, D] as `apply_experts`, where all devices have the same rows: no row is sent, and outputs are summed."""
     (rows, top_k), count = chosen_NxK.shape, len(matrices[0])
     chosen_Ax1 = chosen_NxK.reshape(-1, 1) - jax.lax.axis_index(EXPERT) * count
     is_own = (chosen_Ax1 >= 0) & (chosen_Ax1 < count)

@@ -25,13 +25,12 @@ from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.attention.kernels import score_bytes
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.split import count_by_module
-from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents
+from roxxel_dist.run.curriculum import saved_metadata
 from roxxel_dist.run.estimate.figures import EstimateRequest, PhaseEstimate, RunEstimate
-from roxxel_dist.run.estimate.inputs import for_target, open_components, plan_of, spans
-from roxxel_dist.run.estimate.problems import problem, target_problem
+from roxxel_dist.run.estimate.inputs import open_components, plan_of, problem, run_for_target, spans, target_problem
 from roxxel_dist.run.estimate.target_process import Report
-from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, on_target
+from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, measure_phases
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
@@ -78,7 +77,7 @@ def estimate(
         MissingCompiler: the target's compiler is not installed.
     """
     if request.target is not None and compiler is None:
-        return for_target(_estimate_in_process, config, data_path, request)
+        return run_for_target(_estimate_in_process, config, data_path, request)
     with open_components(config, data_path, request, compiler, folder) as (components, notes):
         return _estimate(components, request, notes, compiler)
 
@@ -167,7 +166,7 @@ def _costs(
     steps, plan = planned.steps, planned.plan
     if target is not None:
         last_steps = [stop - 1 for _, stop in planned.spans]
-        return on_target(target, planned.components, steps, plan, last_steps, batches, planned.validation)
+        return measure_phases(target, planned.components, steps, plan, last_steps, batches, planned.validation)
 
     def memory(batch: Any) -> StepMemory | None:
         try:
@@ -329,7 +328,7 @@ class Speed:
 
     @classmethod
     def of_request(cls, request: EstimateRequest, mesh: Mesh, *, bf16: bool) -> "Speed":
-        """As given, as measured in the run, or as usual on such devices."""
+        """The speed as given, as measured in the run, or as usual on such devices."""
         if request.tokens_per_s:
             return cls(source="given", tokens_per_s=request.tokens_per_s)
         if (run := request.run) is not None and (measured := read_runs([run])[0].numbers()["tokens_per_s"]):

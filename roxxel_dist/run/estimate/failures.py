@@ -95,7 +95,7 @@ class FailureEstimate:
     best: Choice
 
 
-def measured(run: Path) -> dict[str, float]:
+def measured_times(run: Path) -> dict[str, float]:
     """The times `step_s`, `save_s` and `start_s` that a run's timeline has, in seconds; those that it has."""
     steps, saves, starts = list[float](), list[float](), dict[int, float]()
     trained = set[int]()
@@ -122,7 +122,7 @@ def estimate_failures(cluster: Cluster, *, checkpoint_every: int, copies: bool, 
 
     `copies`: whether it copies its state into memory. `run`: where the times that are not given were measured.
     """
-    found = {} if run is None else measured(run)
+    found = {} if run is None else measured_times(run)
     step_s = cluster.step_s or found.get("step_s")
     if step_s is None:
         where = f"{run} has no timeline of steps" if run else "no run is named"

@@ -1,8 +1,11 @@
-"""The components and the plan of a run that is estimated, in this process or in that of a target's compiler."""
+"""The components and the plan of a run that is estimated, in this process or in that of a target's compiler; why a
+phase cannot run, and what makes it fit.
+"""
 
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,14 +25,16 @@ from roxxel_dist.place.directory import CONFIG, no_run
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import UserError, pip_install
 from roxxel_dist.run.components import RunComponents, build_components, open_corpus, temporary_folder
-from roxxel_dist.run.estimate.figures import EstimateRequest
+from roxxel_dist.run.estimate.figures import EstimateRequest, PhaseEstimate
 from roxxel_dist.run.estimate.target_process import call_for_target
-from roxxel_dist.run.estimate.target_steps import TargetCompiler
+from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, measure_step, rebuild
 from roxxel_dist.run.metadata import data_of, saved_config
 from roxxel_dist.run.record import check_resumable, kernel_begun_with
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.weights.base import with_base
+from roxxel_dist.train.step.throughput import device_bytes
+from roxxel_dist.utils.display import size
+from roxxel_dist.weights.base import add_base
 
 
 @contextlib.contextmanager
@@ -44,7 +49,7 @@ def open_components(
     with contextlib.ExitStack() as held:
         with usage_errors():
             saved = {} if request.run is None else _saved(request.run)
-            config, note = with_base(config)
+            config, note = add_base(config)
             config = config.with_absolute_paths()
             config.validate()
             if saved:  # what `train` refuses of a resumed run, and takes of one that is amended
@@ -91,7 +96,7 @@ def open_components(
         yield components, notes
 
 
-def for_target(
+def run_for_target(
     function: Callable[..., Any], config: Any, data_path: str | Path | None, request: EstimateRequest
 ) -> Any:
     """`function(report, target, config, data_path, request, folder)` in a process with the target's environment; the
@@ -124,3 +129,97 @@ def spans(plan: Plan, last: int) -> list[tuple[int, int]]:
     """[first, stop) of every phase that begins before the step `last`."""
     ends = list(itertools.accumulate(shape.steps for shape in plan.shapes))
     return [(first, min(stop, last)) for first, stop in itertools.pairwise([0, *ends]) if first < last]
+
+
+def target_problem(
+    phase: PhaseEstimate, target: TargetCompiler, components: RunComponents, plan: Plan, batch: Any
+) -> str | None:
+    """Why a phase cannot run on the target, and what makes it fit; None if it can."""
+    step, what = phase.target, "training"
+    if isinstance(step, TargetPhase) and step.fits:
+        step, what = step.validation, "validation"
+    if step is None or step.fits:
+        return None
+    needs = "more" if step.peak_bytes is None else size(step.peak_bytes)
+    advice = "use a smaller batch_size or model, or more devices"
+    if what == "training" and not components.options.virtual_shards:
+        advice = cure(target, components, plan, phase.first_step - 1, batch)
+    return (
+        f"phase {phase.phase}: {phase.batch_size} rows x {phase.seq_len} tokens: its {what} step does not fit: it "
+        f"needs {needs} of each device, and one of {target.target.name} has {size(step.device_bytes or 0)}: {advice}"
+    )
+
+
+def problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int) -> str | None:
+    """Why a phase cannot run on devices of `limit` bytes, and how to change it; None if it can, or if that is
+    unknown."""
+    memory = phase.memory
+    if memory is None:
+        needs = "its step does not fit, says the compiler"
+    elif limit is not None and memory.peak > limit:
+        needs = (
+            f"its step needs {size(memory.peak)} of each device ({size(memory.arguments)} state and batch, "
+            f"{size(memory.temporaries)} temporaries)"
+        )
+    else:
+        return None
+    has = "" if limit is None else f", and a device has {size(limit)}"
+    cures = ["a smaller batch_size, a larger grad_accum"]
+    cures += ["gradient_checkpointing"] if config.model is None and not config.gradient_checkpointing else []
+    cures += ["fsdp"] if devices > 1 and not config.fsdp else []
+    cures += ["use_bf16 or bf16_compute"] if not (config.use_bf16 or config.bf16_compute) else []
+    return (
+        f"phase {phase.phase}: {phase.batch_size} rows x {phase.seq_len} tokens: {needs}{has}: use "
+        f"{', '.join(cures)}, or more devices"
+    )
+
+
+def checkpointing_changes(config: Any) -> list[dict[str, Any]]:
+    """The changes of a config with the built-in model that compute more blocks again, the cheapest first."""
+    levels = {False: ("products", True), "products": (True,), True: ()}[config.gradient_checkpointing]
+    return [{"gradient_checkpointing": level} for level in levels]
+
+
+def _changes(config: Any, rows: int, devices: int) -> list[dict[str, Any]]:
+    """Changes of a config that save memory of its steps, the cheapest in speed first; the last ones have several."""
+    pieces = max(1, devices // config.tensor_devices)
+    most = rows // pieces if rows % pieces == 0 else rows
+    changes: list[dict[str, Any]] = []
+    if config.model is None and config.loss is None and not config.loss_chunk:
+        changes.append({"loss_chunk": "auto"})
+    if devices > 1 and not config.fsdp:
+        changes.append({"fsdp": True})
+    if config.grad_accum < most:
+        changes.append({"grad_accum": most})
+    if config.model is None:
+        changes += checkpointing_changes(config)
+    every = {name: value for change in changes for name, value in change.items()}
+    changes += [every] if len(changes) > 1 else []
+    tensor = math.gcd(devices, 4)
+    if config.model is None and config.tensor_devices == 1 and tensor > 1:
+        changes.append({**every, "fsdp": True, "tensor_devices": tensor})
+    return changes
+
+
+def cure(target: TargetCompiler, components: RunComponents, plan: Plan, step: int, batch: Any) -> str:
+    """Which change makes a phase's training step fit: each is compiled, until one does."""
+    shape, tried = plan.segment(step).shape, list[str]()
+    config, limit = components.config, target.device_bytes or 0
+    for change in _changes(config, shape.batch_size, len(target.devices)):
+        words = ", ".join(f"{name} {str(value).lower()}" for name, value in change.items())
+        try:
+            changed = dataclasses.replace(config, **change)
+            changed.validate()
+            made = rebuild(changed, components, components.devices)
+            steps = made.steps(made.mesh(target.hosts), plan.total_steps)
+        except ValueError:
+            continue  # not for this model, or not on these devices
+        if device_bytes(steps.args("training", batch)) > limit:
+            continue  # the state alone is too large
+        what = f"with {words}, the training step of phase {plan.phase(step) + 1}"
+        found, _ = measure_step(target, what, steps, "training", batch, 0.0, steps)
+        if found.fits:
+            return f"with {words} it takes {size(found.peak_bytes or 0)} and fits"
+        tried.append(words)
+    without = f"tried, and none of them fits: {'; '.join(tried)}; " if tried else ""
+    return f"{without}use a smaller batch_size or model, or more devices"

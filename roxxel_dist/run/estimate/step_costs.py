@@ -22,7 +22,7 @@ COMPUTE, MEMORY, LINKS = "compute", "memory", "links"
 
 @dataclass(frozen=True, kw_only=True)
 class PartCost:
-    """All kernels of a part of a step, on one device."""
+    """The kernels of a part of a step, on one device."""
 
     part: str
     """"embedding", "attention", "mlp", "experts", "norms", "head_and_loss", "optimizer", "casts" or "other"; with
@@ -49,16 +49,16 @@ def costs_of(cost: ProgramCost, device_kind: str) -> tuple[PartCost, ...]:
     parts: dict[str, list[Kernel]] = {}
     for kernel in cost.kernels:
         parts.setdefault(part_of(kernel.paths), []).append(kernel)
-    return by_length(_cost(part, kernels, device) for part, kernels in parts.items())
+    return sort_by_length(_cost(part, kernels, device) for part, kernels in parts.items())
 
 
-def by_length(costs: Iterable[PartCost]) -> tuple[PartCost, ...]:
+def sort_by_length(costs: Iterable[PartCost]) -> tuple[PartCost, ...]:
     """The longest first."""
     return tuple(sorted(costs, key=lambda cost: -cost.milliseconds))
 
 
 def roofline_seconds(costs: Iterable[PartCost]) -> float:
-    """Of all parts together."""
+    """Seconds of all parts together."""
     return sum(cost.milliseconds for cost in costs) / 1000
 
 
@@ -83,20 +83,20 @@ def _cost(part: str, kernels: list[Kernel], device: Accelerator) -> PartCost:
 
 
 def link_seconds(device: Accelerator, sent_bytes: float, network_bytes: float) -> float:
-    """To send so much; 0 where the table has no speed of links."""
+    """Seconds to send so much; 0 where the table has no speed of links."""
     seconds = sent_bytes / (device.link_gigabytes_per_s * 1e9) if device.link_gigabytes_per_s else 0.0
     if device.network_gigabytes_per_s:
         seconds = max(seconds, network_bytes / (device.network_gigabytes_per_s * 1e9))
     return seconds
 
 
-def summed(programs: Iterable[tuple[Sequence[PartCost], float]]) -> tuple[PartCost, ...]:
+def sum_costs(programs: Iterable[tuple[Sequence[PartCost], float]]) -> tuple[PartCost, ...]:
     """The parts of several programs together, each run so many times; the longest first."""
     parts: dict[str, list[tuple[PartCost, float]]] = {}
     for costs, times in programs:
         for cost in costs:
             parts.setdefault(cost.part, []).append((cost, times))
-    return by_length(_sum(part, found) for part, found in parts.items())
+    return sort_by_length(_sum(part, found) for part, found in parts.items())
 
 
 def _sum(part: str, costs: Sequence[tuple[PartCost, float]]) -> PartCost:

@@ -24,11 +24,10 @@ from roxxel_dist.devices.targets import Target, hosts_of, parse_target
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.experts.exchange import ROOM
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents
+from roxxel_dist.run.curriculum import saved_metadata
 from roxxel_dist.run.estimate.figures import EstimateRequest
-from roxxel_dist.run.estimate.inputs import for_target, open_components, plan_of, spans
-from roxxel_dist.run.estimate.problems import checkpointing
+from roxxel_dist.run.estimate.inputs import checkpointing_changes, open_components, plan_of, run_for_target, spans
 from roxxel_dist.run.estimate.step_costs import link_seconds
 from roxxel_dist.run.estimate.target_process import Report
 from roxxel_dist.run.estimate.target_steps import COMPILED_AT_ONCE, TargetCompiler, TargetStep, measure_step, rebuild
@@ -137,7 +136,7 @@ def compare_layouts(config: Any, data_path: str | Path | None, request: Estimate
             f"layouts is True, and virtual_shards is {config.virtual_shards}: a step of virtual shards is not one "
             f"program, and how they lie is decided by their number; leave one out"
         )
-    return for_target(_compare_in_process, dataclasses.replace(config, **UNDIVIDED), data_path, request)
+    return run_for_target(_compare_in_process, dataclasses.replace(config, **UNDIVIDED), data_path, request)
 
 
 def _compare_in_process(report: Report, target: Target, *args: Any) -> LayoutComparison:
@@ -270,7 +269,7 @@ class _Question(NamedTuple):
         """What a layout costs, where it does not fit with as much computed again as lets it fit, or all."""
         found = way.cost
         # A model of the user's own decides itself what is computed again.
-        for saver in ({}, *(checkpointing(self.components.config) if way.config.model is None else ())):
+        for saver in ({}, *(checkpointing_changes(self.components.config) if way.config.model is None else ())):
             tried = self.prepared({**way.cost.fields, **saver}) if saver else way
             if tried is None or not self.may_fit(tried):
                 continue
@@ -293,7 +292,7 @@ class _Links:
         self._hosts = dict(zip(mesh.devices.flat, hosts_of(list(mesh.devices.flat)), strict=True))
 
     def add(self, axes: Sequence[str], passes: float, whole: float) -> None:
-        """Of a ring along these axes, in which an array of `whole` bytes goes round so often: 2 for a sum."""
+        """Add a ring along these axes, in which an array of `whole` bytes goes round so often: 2 for a sum."""
         place = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
         group = list(self.mesh.devices[place].flat) if axes else []
         if len(group) <= 1:

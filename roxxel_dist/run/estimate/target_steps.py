@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from roxxel_dist.cluster.jax_private import assume_compute_capability
 from roxxel_dist.cluster.mesh import one_device
@@ -26,12 +26,12 @@ from roxxel_dist.run.estimate.step_costs import (
     costs_of,
     link_seconds,
     roofline_seconds,
-    summed,
+    sum_costs,
 )
 from roxxel_dist.run.estimate.target_process import Report
 from roxxel_dist.settings.config import Config
-from roxxel_dist.train.exact.calls import Key, key_of
-from roxxel_dist.train.step.compile import Composite, StepMemory, mesh_of
+from roxxel_dist.train.exact.cost import Key, key_of
+from roxxel_dist.train.step.compile import Compiler, Composite, StepMemory, mesh_of, on_device
 from roxxel_dist.train.steps import Kind, Steps
 from roxxel_dist.train.validation.evaluator import Validation
 
@@ -163,7 +163,7 @@ class TargetPrograms:
         self.programs: dict[Key, Any] = {}
 
     def one(self, jitted: Any, args: Sequence[Any], mesh: Mesh) -> Any:
-        """`Compile`. Raises _TooLarge."""
+        """`Compiler.one`. Raises _TooLarge."""
         key = key_of(jitted, args)
         if key not in self.costs:
             self.costs[key], program = self._target.measure(self._what(jitted.__name__), mesh, jitted, tuple(args), 0.0)
@@ -173,9 +173,8 @@ class TargetPrograms:
         return self.programs[key]
 
     def each(self, jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
-        """`CompileForEach`."""
-        place = SingleDeviceSharding(devices[0])
-        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), args)
+        """`Compiler.each`."""
+        own = on_device(args, devices[0])
         return [self.one(jitted, own, one_device(self._mesh, devices[0]))] * len(devices)
 
 
@@ -196,7 +195,7 @@ def measure_step(
     many = isinstance(steps.program(kind), Composite)
     compiled = TargetPrograms(target, steps.mesh, lambda name: f"{what}, {name}" if many else what)
     try:
-        calls, programs = steps.count_calls(kind, batch, compiled.one, compiled.each, simulated)
+        calls, programs = steps.count_calls(kind, batch, Compiler(compiled.one, compiled.each), simulated)
     except _TooLarge:
         refused = next(cost for cost in compiled.costs.values() if cost.flops_per_device is None)
         seconds = sum(cost.compile_seconds for cost in compiled.costs.values())
@@ -209,7 +208,7 @@ def measure_step(
         for total, part in ((sent, cost.collectives), (limits, cost.bound_seconds)):
             for name, value in part.items():
                 total[name] += count * value  # pyright: ignore[reportArgumentType]
-    parts = summed((compiled.costs[key].costs, count) for key, count in calls.items())
+    parts = sum_costs((compiled.costs[key].costs, count) for key, count in calls.items())
     memory = steps.compiled_memory(kind, batch, programs)
     step = TargetStep(
         peak_bytes=memory.peak,
@@ -243,7 +242,7 @@ COMPILED_AT_ONCE = 2
 """The compilers use few threads each; more programs at once would need more memory than most machines have."""
 
 
-def on_target(
+def measure_phases(
     target: TargetCompiler,
     components: RunComponents,
     steps: Steps,

@@ -186,9 +186,9 @@ def check_effect(run: SweepRun) -> None:
     names, reasons = run.swept_fields | chosen(run.config), dict[str, str]()
     base = {**Config().to_dict(), **flat_fields(run.base)}
     if run.config.init_from is not None:
-        from roxxel_dist.weights.base import with_shape_of  # jax: not for a sweep without a base
+        from roxxel_dist.weights.base import take_hf_shape  # jax: not for a sweep without a base
 
-        based, plain = with_shape_of(run.config).to_dict(), run.config.to_dict()
+        based, plain = take_hf_shape(run.config).to_dict(), run.config.to_dict()
         base |= {name: value for name, value in based.items() if value != plain[name]}
     is_read = {"tokenizer_type"} if is_tokens(run.config.primary_path(run.data_path) or ()) else set()
     for point in run.sweep.space.sample(CONFIGURATIONS):

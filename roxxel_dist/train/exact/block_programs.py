@@ -1,4 +1,6 @@
-"""What one device computes in an update by blocks and groups (see `blocks.py`). Pure functions."""
+"""What one device computes in an update by blocks and groups (see `blocks.py`), as pure functions; and how that is
+compiled for the arrays and devices of a run.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,40 +9,46 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.blocks import BlockSums, Parts, Selection
-from roxxel_dist.train.exact.gradient import Packed, ShardPrograms, Sums
-from roxxel_dist.train.exact.piece_programs import Model
-from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_average, update_average
+from roxxel_dist.train.exact.block_update import (
+    Arrays,
+    BlockGroup,
+    BlockNumbers,
+    BlockUpdate,
+    Cut,
+    Gather,
+    Group,
+    Numbers,
+    SquaresOfBlocks,
+    scalars_of,
+)
+from roxxel_dist.train.exact.blocks import (
+    Blocks,
+    BlockSums,
+    Ownership,
+    Parts,
+    Selection,
+    compile_across,
+    gather_blocks,
+)
+from roxxel_dist.train.exact.compiled_step import Exchange
+from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms, Sums
+from roxxel_dist.train.exact.layout import Programs, ShardLayout, shapes_of
+from roxxel_dist.train.exact.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
+from roxxel_dist.train.step.average import inner_state, next_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
+from roxxel_dist.train.step.compile import Compiler
 from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
+from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import EMA, SPIKE_FACTOR, Hparams, Loss, Metrics, divisor
 
 Join = Callable[[Any, Model, Leaves], tuple[Sums, Leaves]]
 """(sums of all shards as they were added up, model, counts of random streams) -> (the same as `Sums`, the counts)."""
-
-
-class Numbers(NamedTuple):
-    """What the update of each parameter takes beside its own arrays."""
-
-    weight: jax.Array
-    """float32[]: what the sums are divided by."""
-    norm: jax.Array
-    """float32[]: of the whole gradient."""
-    loss: jax.Array
-    """float32[]: what is minimized."""
-    step: jax.Array
-    """int32[]: steps done before."""
-    good: jax.Array
-    """int32[]: good steps, with this one."""
-    bad: jax.Array
-    """bool[]: whether the step is bad."""
-
-
-Inputs = Sequence[tuple[Numbers, Hparams]]
-"""(what updates take, the numbers among the inputs of a step), by device of this process."""
 
 
 class Rest(NamedTuple):
@@ -51,11 +59,14 @@ class Rest(NamedTuple):
     health: LossMonitorState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockPrograms:
-    """The functions of one device, to be jitted."""
+    """How the packed sums of all shards become an update: the functions of one device, to be jitted."""
 
     programs: ShardPrograms
+    layout: ShardLayout
+    optimizer: Optimizer
+    """For the model."""
     sums: BlockSums
     join: Join
     weight: Callable[[Any], jax.Array]
@@ -63,10 +74,28 @@ class BlockPrograms:
     batch: Any
     """Its shapes."""
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """For the model."""
-        return for_model(self.programs.optimizer, self.programs.split.params.matrices)
+    @classmethod
+    def of_params(cls, programs: ShardPrograms, params: Leaves, like: Any, **rest: Any) -> "BlockPrograms":
+        """The functions for (abstract) parameters, and a tree of sums such as `like`."""
+        optimizer = for_model(programs.optimizer, programs.split.params.matrices)
+        blocks = Blocks.of_model(programs.split, params, optimizer, programs.shards)
+        sums = BlockSums(blocks, shapes_of(params), like)
+        return cls(programs=programs, optimizer=optimizer, sums=sums, **rest)
+
+    def ownership(self, state: TrainState) -> Ownership:
+        """The blocks that each device has of such an (abstract) state, with shardings."""
+        alike = Selection.of_names(state, self.sums.blocks.groups[0])
+        leaves = list(zip(alike.names_of_own, alike.leaves(state)[0], strict=True))
+        return Ownership.of_blocks(self.layout, self.sums.blocks, leaves)
+
+    def compile_update(
+        self, packed: Packed, state: TrainState, hparams: Hparams, counts: Leaves, compiler: Compiler
+    ) -> tuple[Exchange, BlockUpdate]:
+        """What gives devices the totals of such packed sums, and the update from those, for such (abstract) arguments,
+        with shardings."""
+        owner, layout = self.ownership(state), self.layout
+        exchange = Exchange.compile_exchange(layout, self.sums.like, packed, compiler, owner, self.sums.names)
+        return exchange, BlockCompiler(self, owner, state, hparams, compiler).compile_update(exchange.kept, counts)
 
     def weight_of(self, packed: Packed) -> jax.Array:
         """float32[]: what the sums of all shards are divided by."""
@@ -130,11 +159,7 @@ class BlockPrograms:
         rule = self.optimizer.build(self.optimizer.for_batch(hparams, self.batch), numbers.step, numbers.norm)
         changes, inner = updates_of(rule, grads, inner_state(opt_state), params, numbers.loss)
         after: Any = optax.apply_updates(params, changes)
-        if isinstance(opt_state, Averaged):
-            average = schedule_free_average(inner, after)
-            if average is None:
-                average = update_average(opt_state.average, after, hparams[EMA], numbers.good)
-            inner = Averaged(inner, average)
+        inner = next_average(opt_state, inner, after, hparams.get(EMA), numbers.good)
         leaves = jax.tree.leaves((after, inner))
         if self.programs.skip_bad:
             leaves = [
@@ -151,7 +176,229 @@ def squares_of(leaves: Any) -> jax.Array:
     return reduce(jnp.add, sums, jnp.float32(0))
 
 
-def with_update_norm(metrics: Metrics, squares: list[jax.Array]) -> Metrics:
+def add_update_norm(metrics: Metrics, squares: list[jax.Array]) -> Metrics:
     """The metrics with the norm of the update, of the squares of blocks, float32[1, V], and of groups, float32[1]."""
     total = reduce(jnp.add, [each.sum() for each in squares])
     return metrics._replace(scalars={**metrics.scalars, "update_norm": jnp.sqrt(total)})
+
+
+@dataclass(frozen=True)
+class BlockCompiler:
+    """Makes a `BlockUpdate` for abstract arguments, with shardings."""
+
+    programs: BlockPrograms
+    ownership: Ownership
+    state: TrainState
+    hparams: Hparams
+    compiler: Compiler
+
+    @property
+    def layout(self) -> ShardLayout:
+        """The layout of the devices."""
+        return self.ownership.layout
+
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks of the parameters."""
+        return self.programs.sums.blocks
+
+    def compile_update(self, totals: Packed, counts: Leaves) -> BlockUpdate:
+        """The update for such totals, of which each device has its share."""
+        programs, layout, owner = self.programs, self.layout, self.ownership
+        names = [list(chunks) for chunks in programs.sums.chunks]
+        shares = {name: totals[name] for group in names for name in group}
+        rest = {name: leaf for name, leaf in totals.items() if name not in shares}
+        squares = jax.ShapeDtypeStruct((1, owner.count), np.float32) if shares else None
+        model = shapes_of(Model(self.state.params, self.state.rest, self.hparams))
+        args = rest, squares, model, *shapes_of((self.state.step, self.state.health)), counts
+        numbers, _, small, metrics = jax.eval_shape(programs.numbers, *args)
+        inputs = numbers, scalars_of(shapes_of(self.hparams))
+        chunks = [[shares[name] for name in group] for group in names]
+        blocks = self._block_group(chunks[0], inputs) if chunks[0] else None
+        large = [self._group(i, own, inputs) for i, own in enumerate(chunks) if i]
+        one = jax.ShapeDtypeStruct((1,), np.float32)
+        changes = [squares] * (blocks is not None) + [one] * (len(large) + 1)
+        return BlockUpdate(
+            layout=layout,
+            names=names,
+            squares=self._squares(shares, rest) if shares else None,
+            numbers=self.each(programs.numbers, *args),
+            blocks=blocks,
+            groups=[*large, self._small_group(small, inputs)],
+            cut_rest=Cut.compile_cut(layout, self.state.rest, self.compiler),
+            norm=self.compiler.each(jax.jit(add_update_norm), (metrics, changes), layout.devices[:1])[0],
+        )
+
+    def each(self, function: Any, *args: Any, donate: tuple[int, ...] = ()) -> Programs:
+        """A function of one device, on each of this process."""
+        return self.compiler.each(jax.jit(function, donate_argnums=donate), shapes_of(args), self.layout.devices)
+
+    def _flat(self, share: Any, blocks: int) -> Any:
+        """Of so many blocks, of the shape of a device's share."""
+        return jax.ShapeDtypeStruct((1, share.shape[1] // self.ownership.most * blocks), np.float32)
+
+    def _squares(self, shares: Packed, rest: Packed) -> SquaresOfBlocks:
+        owner, layout, programs = self.ownership, self.layout, self.programs
+        block = {name: self._flat(leaf, 1) for name, leaf in shares.items()}
+        weight, here = jax.eval_shape(programs.weight_of, rest), owner.on_this_process(owner.shares)
+        return SquaresOfBlocks(
+            names=list(programs.sums.chunks[0]),
+            split=[
+                self._split(shares, rest, len(own), device) for own, device in zip(here, layout.devices, strict=True)
+            ],
+            squares_of=self.each(programs.squares, block, weight),
+            gather=self._numbers(owner.shares),
+        )
+
+    def _numbers(self, ranges: Sequence[range]) -> BlockNumbers:
+        """For devices that compute these blocks."""
+        layout, most, count = self.layout, max(map(len, ranges)), self.ownership.count
+
+        def stack_numbers(each: list[jax.Array]) -> jax.Array:
+            return jnp.pad(jnp.concatenate(each), (0, most - len(each)))[None]
+
+        def gather_numbers(own: jax.Array) -> jax.Array:
+            return gather_blocks(own[0], ranges, range(count))[None]
+
+        one = jax.ShapeDtypeStruct((1,), np.float32)
+        here = zip(self.ownership.on_this_process(ranges), layout.devices, strict=True)
+        stack = [self.compiler.each(jax.jit(stack_numbers), ([one] * len(own),), [device])[0] for own, device in here]
+        if (size := layout.line.size) == 1:
+            return BlockNumbers(layout, stack, None)
+        return BlockNumbers(layout, stack, compile_across(layout, gather_numbers, (size, most), self.compiler))
+
+    def _split(self, shares: Packed, rest: Packed, count: int, device: Any) -> Any:
+        def open_shares(shares: Packed, rest: Packed) -> Any:
+            return split_blocks(shares, count, self.ownership.most), self.programs.weight_of(rest)
+
+        return self.compiler.each(jax.jit(open_shares), (shares, rest), [device])[0]
+
+    def _gathers(self, function: Any, chunks: Sequence[Any]) -> Sequence[Any]:
+        if (size := self.layout.line.size) == 1:
+            return ()
+        shapes = [(size, share.shape[1]) for share in chunks]
+        programs = {
+            shape: compile_across(self.layout, function, shape, self.compiler) for shape in dict.fromkeys(shapes)
+        }
+        return [programs[shape] for shape in shapes]
+
+    def _arrays(self, names: Sequence[str]) -> Arrays:
+        selection = Selection.of_names(self.state, names)
+        like = selection.leaves(self.state)[0]
+        everywhere = NamedSharding(self.layout.mesh, P())  # the parameters are gathered for the gradient already
+        params = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+            for name, leaf in self.state.params.items()
+        }
+        gathered = selection.leaves(self.state._replace(params=params))[0]
+        return Arrays(
+            selection=selection,
+            like=like,
+            gather=Gather.compile_gather(self.layout, gathered, self.compiler),
+            cut=Cut.compile_cut(self.layout, like, self.compiler),
+        )
+
+    def _group(self, number: int, chunks: Sequence[Any], inputs: Any) -> Group:
+        """Of large parameters."""
+        arrays = self._arrays(self.blocks.groups[number])
+        selection, programs = arrays.selection, self.programs
+
+        def update_group(own: Any, common: Any, chunks: Any, numbers: Any, hparams: Hparams) -> Any:
+            return programs.update(selection, own, common, programs.sums.whole(number, chunks), numbers, hparams)
+
+        whole = [self._flat(share, self.ownership.count) for share in chunks]
+        args = *selection.leaves(self.state), whole, *inputs
+        return Group(
+            arrays=arrays,
+            gathers=self._gathers(self.ownership.gather_all, chunks),
+            update=self.each(update_group, *args, donate=(0,)),
+        )
+
+    def _small_group(self, grads: Any, inputs: Any) -> Group:
+        arrays = self._arrays(self.blocks.small)
+
+        def update_small(*args: Any) -> Any:
+            return self.programs.update(arrays.selection, *args)
+
+        args = *arrays.selection.leaves(self.state), grads, *inputs
+        return Group(arrays, (), self.each(update_small, *args, donate=(0,)))
+
+    def _block_group(self, chunks: Sequence[Any], inputs: Any) -> BlockGroup | SpreadGroup:
+        owner, programs, names = self.ownership, self.programs, self.blocks.groups[0]
+        selection = Selection.of_names(self.state, names)
+        like, common = selection.leaves(self.state)
+        cuts = [self.blocks.dimensions[name] for name in selection.names_of_own]
+        own = [
+            jax.ShapeDtypeStruct(self.blocks.shape(name, leaf.shape), leaf.dtype)
+            for name, leaf in zip(selection.names_of_own, like, strict=True)
+        ]
+
+        def update_block(own: Any, common: Any, chunks: Any, numbers: Any, hparams: Hparams) -> Any:
+            return programs.update(selection, own, common, programs.sums.block(0, chunks), numbers, hparams)
+
+        args = own, common, [self._flat(share, 1) for share in chunks], *inputs
+        params, update = {name: self.state.params[name] for name in names}, self.each(update_block, *args, donate=(0,))
+        squares = self._numbers(owner.owned)
+        if not owner.is_cut:
+            return SpreadGroup(
+                selection=selection,
+                params=params,
+                arrays=SpreadArrays.compile_spread(self.layout, like, cuts, owner.count, self.compiler),
+                gradients=fetch_gradients(owner, chunks, self.compiler),
+                update=update,
+                squares=squares,
+                count=owner.count,
+            )
+        sent, split = self._team(chunks)
+        take, put = self._moves(own, cuts)
+        return BlockGroup(selection, params, sent, split, take, put, update, squares, len(owner.owned[0]))
+
+    def _team(self, chunks: Sequence[Any]) -> tuple[Sequence[Any], Programs]:
+        """What gathers the gradients of the blocks that a device updates, and takes these apart."""
+        owner, here = self.ownership, len(self.ownership.owned[0])
+        if len(owner.teams[0]) == 1:
+            return (), ()
+
+        def open_blocks(chunks: list[jax.Array]) -> list[list[jax.Array]]:
+            return split_blocks(chunks, here, here)
+
+        every = [self._flat(share, here) for share in chunks]
+        return self._gathers(owner.gather_team, chunks), self.each(open_blocks, every)
+
+    def _moves(self, blocks: Sequence[Any], cuts: Sequence[int]) -> tuple[Programs, Programs]:
+        """What takes a block of each array, by its number among those of a device, and what puts it back."""
+        if (here := len(self.ownership.owned[0])) == 1:
+            return (), ()
+
+        def take_block(arrays: list[Any], index: jax.Array) -> list[Any]:
+            return [_block_of(leaf, cut, here, index) for leaf, cut in zip(arrays, cuts, strict=True)]
+
+        def put_block(arrays: list[Any], blocks: list[Any], index: jax.Array) -> list[Any]:
+            return [
+                jax.lax.dynamic_update_slice_in_dim(leaf, block, index * block.shape[cut], cut)
+                for leaf, block, cut in zip(arrays, blocks, cuts, strict=True)
+            ]
+
+        kept = [
+            jax.ShapeDtypeStruct(
+                tuple(size * here if i == cut else size for i, size in enumerate(block.shape)), block.dtype
+            )
+            for block, cut in zip(blocks, cuts, strict=True)
+        ]
+        number = jax.ShapeDtypeStruct((), np.int32)
+        return self.each(take_block, kept, number), self.each(put_block, kept, list(blocks), number, donate=(0,))
+
+
+def split_blocks(tree: Any, count: int, most: int) -> list[Any]:
+    """The first `count` blocks of a tree of arrays of `most`, [1, most x N]."""
+
+    def block(flat: jax.Array, k: int) -> jax.Array:
+        size = flat.shape[1] // most
+        return flat[:, k * size : (k + 1) * size]
+
+    return [jax.tree.map(lambda flat, k=k: block(flat, k), tree) for k in range(count)]
+
+
+def _block_of(array: jax.Array, cut: int, blocks: int, index: jax.Array) -> jax.Array:
+    size = array.shape[cut] // blocks
+    return jax.lax.dynamic_slice_in_dim(array, index * size, size, cut)

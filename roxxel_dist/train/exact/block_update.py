@@ -7,7 +7,7 @@ Norms are sums of squares of blocks, added in one order. Where the slices of dev
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,12 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.block_programs import Inputs
 from roxxel_dist.train.exact.blocks import Selection
-from roxxel_dist.train.exact.gradient import Packed
+from roxxel_dist.train.exact.gradient import Model, Packed
 from roxxel_dist.train.exact.layout import Programs, ShardLayout
-from roxxel_dist.train.exact.piece_programs import Model
-from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.compile import Compiler
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams, Metrics
 
@@ -28,14 +26,35 @@ StateLeaves = Sequence[Sequence[Any]]
 """The leaves of (parameters, the optimizer's state), by device of this process."""
 
 
+class Numbers(NamedTuple):
+    """What the update of each parameter takes beside its own arrays."""
+
+    weight: jax.Array
+    """float32[]: what the sums are divided by."""
+    norm: jax.Array
+    """float32[]: of the whole gradient."""
+    loss: jax.Array
+    """float32[]: what is minimized."""
+    step: jax.Array
+    """int32[]: steps done before."""
+    good: jax.Array
+    """int32[]: good steps, with this one."""
+    bad: jax.Array
+    """bool[]: whether the step is bad."""
+
+
+Inputs = Sequence[tuple[Numbers, Hparams]]
+"""(what updates take, the numbers among the inputs of a step), by device of this process."""
+
+
 def copies(tree: Any, devices: Sequence[Any]) -> list[Any]:
-    """Of a tree of global arrays what lies on each of these devices of this process; nothing is copied."""
+    """What lies of a tree of global arrays on each of these devices of this process; nothing is copied."""
     leaves, treedef = jax.tree.flatten(tree)
     parts = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
     return [jax.tree.unflatten(treedef, [part[device] for part in parts]) for device in devices]
 
 
-def along(layout: ShardLayout, pieces: Sequence[jax.Array]) -> jax.Array:
+def line_array(layout: ShardLayout, pieces: Sequence[jax.Array]) -> jax.Array:
     """[1, N] arrays of the devices of this process, in order, as a part of one array [devices, N]."""
     shape = (layout.line.size, *pieces[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, layout.cut, list(pieces), dtype=pieces[0].dtype)
@@ -45,7 +64,7 @@ def run_across(layout: ShardLayout, program: Any, own: Sequence[jax.Array]) -> l
     """What a program of `compile_across` gives, by device of this process; as it is where there is none."""
     if program is None:
         return list(own)
-    every = program(along(layout, own))
+    every = program(line_array(layout, own))
     return [every.addressable_data(i) for i in range(len(own))]
 
 
@@ -72,8 +91,8 @@ class Gather:
     """None where no leaf is cut."""
 
     @classmethod
-    def compile_gather(cls, layout: ShardLayout, like: Any, compile_one: Compile) -> "Gather":
-        """For trees such as `like`."""
+    def compile_gather(cls, layout: ShardLayout, like: Any, compiler: Compiler) -> "Gather":
+        """The moves of trees such as `like`."""
         leaves = jax.tree.leaves(like)
 
         def gather_slices(slices: list[jax.Array]) -> list[jax.Array]:
@@ -82,10 +101,10 @@ class Gather:
         if not (cut := [leaf for leaf in leaves if is_cut(leaf)]):
             return cls(layout, leaves, None)
         whole = jax.jit(gather_slices, out_shardings=NamedSharding(layout.mesh, P()))
-        return cls(layout, leaves, compile_one(whole, (cut,), layout.mesh))
+        return cls(layout, leaves, compiler.one(whole, (cut,), layout.mesh))
 
     def run(self, parts: list[Any]) -> list[Any]:
-        """By device of this process."""
+        """Run it on trees by device of this process."""
         if self.program is None:
             return parts
         treedef, slices = jax.tree.structure(parts[0]), [jax.tree.leaves(part) for part in parts]
@@ -114,15 +133,15 @@ class Cut:
     """Empty where no leaf is cut."""
 
     @classmethod
-    def compile_cut(cls, layout: ShardLayout, like: Any, for_each: CompileForEach) -> "Cut":
-        """For trees such as `like`."""
+    def compile_cut(cls, layout: ShardLayout, like: Any, compiler: Compiler) -> "Cut":
+        """The moves of trees such as `like`."""
         leaves = jax.tree.leaves(like)
         if not (cut := [leaf for leaf in leaves if is_cut(leaf)]):
             return cls(leaves, ())
-        return cls(leaves, [for_each(_taking(cut, device), (cut,), [device])[0] for device in layout.devices])
+        return cls(leaves, [compiler.each(_taking(cut, device), (cut,), [device])[0] for device in layout.devices])
 
     def run(self, wholes: list[Any]) -> list[Any]:
-        """By device of this process."""
+        """Run it on trees by device of this process."""
         if not self.programs:
             return wholes
         return [self._slices(take, whole) for take, whole in zip(self.programs, wholes, strict=True)]
@@ -156,7 +175,7 @@ class Arrays:
     cut: Cut
 
     def whole(self, slices: StateLeaves, gathered: StateLeaves) -> list[list[jax.Array]]:
-        """By device; the slices are given back."""
+        """The whole arrays by device; the slices are given back."""
         arrays = self.gather.run(leaves_of(self.selection.own, gathered))
         for leaves in leaves_of(self.selection.own, slices):
             free(leaves, self.like)
@@ -357,7 +376,7 @@ def gather_chunks(
 
 
 def leaves_of(places: Sequence[int], of_states: StateLeaves) -> list[list[Any]]:
-    """Those at some places, by device."""
+    """The leaves at some places, by device."""
     return [[leaves[place] for place in places] for leaves in of_states]
 
 

@@ -21,7 +21,7 @@ from roxxel_dist.cluster.parameter_sharding import parameter_sharding
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.exact.gradient import TILE, Packed, pack, unpack, wide
 from roxxel_dist.train.exact.layout import SHARDS, ShardLayout
-from roxxel_dist.train.step.compile import Compile
+from roxxel_dist.train.step.compile import Compiler
 from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, is_elementwise
 from roxxel_dist.train.step.state import TrainState
 
@@ -69,12 +69,12 @@ class Blocks:
         return cls(count, found, (alike, *groups), tuple(name for name in params if name not in found))
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of a block of an array."""
+        """The shape of a block of an array."""
         return tuple(size // self.count if i == self.dimensions[name] else size for i, size in enumerate(shape))
 
 
 def block_dimensions(split: ModuleSplit, params: Mapping[str, Any], count: int) -> dict[str, int]:
-    """By name the dimension that fsdp would cut on `count` devices, of parameters that it would cut."""
+    """The dimension that fsdp would cut on `count` devices, by the names of the parameters that it would cut."""
     mesh: Any = AbstractMesh((1, count, 1, 1), AXES)
     found = {}
     for name, spec, axes in zip(split.params.names, split.params.partition_spec, split.params.axes, strict=True):
@@ -100,7 +100,7 @@ class BlockSums:
 
     @cached_property
     def chunks(self) -> list[dict[str, range]]:
-        """Of each group the keys of its packed chunks, and the elements of a block that each has."""
+        """The keys of the packed chunks of each group, and the elements of a block that each has."""
         sizes = [
             sum(self._uses[name] * math.prod(self.blocks.shape(name, self.params[name].shape)) for name in group)
             for group in self.blocks.groups
@@ -188,7 +188,7 @@ class BlockSums:
 
 @dataclass(frozen=True)
 class Selection:
-    """Some parameters and what the optimizer keeps of them, apart from the optimizer's own numbers."""
+    """Parameters and what the optimizer keeps of them, apart from the optimizer's own numbers."""
 
     treedef: Any
     owners: tuple[str | None, ...]
@@ -198,7 +198,7 @@ class Selection:
 
     @classmethod
     def of_names(cls, state: TrainState, names: Sequence[str]) -> "Selection":
-        """Of a state, which may be abstract."""
+        """The selection of these parameters of a state, which may be abstract."""
         chosen, every = frozenset(names), frozenset(state.params)
         whole = jax.tree.structure((state.params, state.opt_state))
         numbered = jax.tree.unflatten(whole, range(whole.num_leaves))
@@ -222,7 +222,7 @@ class Selection:
 
     @cached_property
     def common(self) -> list[int]:
-        """Those of the numbers that are of all."""
+        """The places of the numbers that are of all."""
         return [place for place, owner in zip(self.places, self.owners, strict=True) if not owner]
 
     def leaves(self, state: TrainState) -> tuple[list[Any], list[Any]]:
@@ -256,7 +256,7 @@ class Ownership:
 
     @classmethod
     def of_blocks(cls, layout: ShardLayout, blocks: Blocks, leaves: Sequence[tuple[str, Any]]) -> "Ownership":
-        """For arrays that are updated in blocks, by the names of their parameters, with shardings."""
+        """The ranges for arrays that are updated in blocks, by the names of their parameters, with shardings."""
         found = [_owned(layout, blocks, name, leaf) for name, leaf in leaves]
         is_cut = bool(found) and found[0] is not None and all(each == found[0] for each in found)
         owned = found[0] if is_cut and found[0] is not None else (range(blocks.count),) * layout.line.size
@@ -286,7 +286,7 @@ class Ownership:
         return max(map(len, self.shares))
 
     def on_this_process(self, ranges: Sequence[range]) -> list[range]:
-        """Those of the devices of this process."""
+        """The ranges of the devices of this process."""
         places = {device: i for i, device in enumerate(self.layout.line.devices.flat)}
         return [ranges[places[device]] for device in self.layout.devices]
 
@@ -335,17 +335,8 @@ def gather_blocks(
     return _rows_in_order(every, [places[block] for block in wanted])
 
 
-def compile_across(layout: ShardLayout, function: Any, shape: tuple[int, ...], compile_one: Compile) -> Any:
+def compile_across(layout: ShardLayout, function: Any, shape: tuple[int, ...], compiler: Compiler) -> Any:
     """The program of a function of what lies on each device of a float32 array of such a shape, [devices, …]."""
     spec = P(SHARDS)
     mapped = jax.shard_map(function, mesh=layout.line, in_specs=spec, out_specs=spec, check_vma=False)
-    return compile_one(jax.jit(mapped), (jax.ShapeDtypeStruct(shape, np.float32, sharding=layout.cut),), layout.line)
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Packed sums of which a device gets its share alone."""
-
-    ownership: Ownership
-    names: frozenset[str]
-    """Of the chunks among packed sums."""
+    return compiler.one(jax.jit(mapped), (jax.ShapeDtypeStruct(shape, np.float32, sharding=layout.cut),), layout.line)

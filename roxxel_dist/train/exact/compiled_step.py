@@ -6,7 +6,7 @@ rest of the tree. Then all get all parts from their owners, but for the gradient
 `Ownership`). The tree is that of the shards, so a sum is the same to the bit on any number of devices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.block_update import BlockUpdate, Gather, copies
-from roxxel_dist.train.exact.blocks import Ownership, Shares
-from roxxel_dist.train.exact.gradient import Packed, pieces, unpack
-from roxxel_dist.train.exact.layout import SHARDS, DeviceStates, Programs, ShardLayout
-from roxxel_dist.train.exact.piece_programs import Model
-from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.exact.blocks import Ownership
+from roxxel_dist.train.exact.gradient import Model, Packed, pieces, unpack
+from roxxel_dist.train.exact.layout import SHARDS, DeviceStates, Programs, ShardLayout, rows_like
+from roxxel_dist.train.step.compile import Compiler
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams, Metrics
 
@@ -85,19 +84,17 @@ class RowCutter:
     """Empty where each device has one."""
 
     @classmethod
-    def compile_cutter(cls, layout: ShardLayout, batch: Any, for_each: CompileForEach) -> "tuple[RowCutter, Any]":
-        """For such (abstract) batches; and the rows of a shard, as `jax.ShapeDtypeStruct`s."""
-
-        def part(rows: int) -> Any:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, leaf.shape[1]), leaf.dtype), batch)
-
+    def compile_cutter(cls, layout: ShardLayout, batch: Any, compiler: Compiler) -> "tuple[RowCutter, Any]":
+        """The cutter of such (abstract) batches, and the rows of a shard, as `jax.ShapeDtypeStruct`s."""
         rows, cut = jax.tree.leaves(batch)[0].shape[0], ()
         if not layout.is_even:
-            args = part(rows), jax.ShapeDtypeStruct((), np.int32)
-            cut = for_each(jax.jit(rows_of_shard(rows // layout.count)), args, layout.devices)
+            args = rows_like(batch, rows), jax.ShapeDtypeStruct((), np.int32)
+            cut = compiler.each(jax.jit(rows_of_shard(rows // layout.count)), args, layout.devices)
         elif layout.most > 1:
-            cut = for_each(jax.jit(cutter(layout.most)), (part(rows // layout.line.size),), layout.devices)
-        return cls(layout, cut), part(rows // layout.count)
+            cut = compiler.each(
+                jax.jit(cutter(layout.most)), (rows_like(batch, rows // layout.line.size),), layout.devices
+            )
+        return cls(layout, cut), rows_like(batch, rows // layout.count)
 
     def run(self, batch: Any) -> list[Sequence[Any]]:
         """The rows of each shard, by device of this process."""
@@ -141,7 +138,7 @@ class HparamCopies:
     _known: tuple[Hparams, list[Hparams]] | None = field(default=None, repr=False)
 
     def copies_of(self, hparams: Hparams) -> list[Hparams]:
-        """By device."""
+        """The inputs of every step by device."""
         if self._known is None or self._known[0] is not hparams:
             self._known = hparams, copies(hparams, self.layout.devices)
         return self._known[1]
@@ -174,7 +171,7 @@ class SumTree:
         return len(self._parts)
 
     def sums(self) -> list[Any]:
-        """Those of the `subtrees` of its parts, which are not kept."""
+        """The sums of the `subtrees` of its parts, which are not kept."""
         found, self._parts = [part for _, _, part in self._parts], []
         return found
 
@@ -218,22 +215,23 @@ class Exchange:
         layout: ShardLayout,
         like: Any,
         packed: Packed,
-        compile_one: Compile,
-        for_each: CompileForEach,
-        shares: Shares | None = None,
+        compiler: Compiler,
+        owner: Ownership | None = None,
+        chunks: Collection[str] = (),
     ) -> "Exchange":
-        """For packed sums such as `packed`, of trees such as `like`."""
+        """The exchange of sums such as `packed`, of trees such as `like`.
+
+        Of the `chunks` among them a device gets its share alone, as an `owner` of blocks.
+        """
         if layout.line.size == 1:
             return cls(layout, like, (), packed)
-        chunks = [] if shares is None else [[name] for name in sorted(shares.names)]
-        others = [name for name in packed if shares is None or name not in shares.names]
+        others = [name for name in packed if name not in chunks]
         steps, known = list[Sent](), dict[Any, Sent]()
-        for names in [*chunks, others]:
+        for names in [*([name] for name in sorted(chunks)), others]:
             own = {str(i): packed[name] for i, name in enumerate(names)}
             kind = names != others, *(leaf.shape for leaf in own.values())
             if kind not in known:
-                owner = shares.ownership if shares is not None and names != others else None
-                known[kind] = Sent.compile_sending(layout, names, own, owner, compile_one, for_each)
+                known[kind] = Sent.compile_sending(layout, names, own, owner if names != others else None, compiler)
             steps.append(replace(known[kind], names=names))
         kept = {name: step.kept[str(i)] for step in steps for i, name in enumerate(step.names)}
         return cls(layout, like, steps, kept)
@@ -255,7 +253,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Sent:
-    """Some of the packed arrays, which are exchanged at once."""
+    """A chunk of the packed arrays, which is exchanged at once."""
 
     layout: ShardLayout
     names: Sequence[str]
@@ -272,10 +270,9 @@ class Sent:
         names: Sequence[str],
         packed: Packed,
         owner: Ownership | None,
-        compile_one: Compile,
-        for_each: CompileForEach,
+        compiler: Compiler,
     ) -> "Sent":
-        """For such packed sums, of which a device gets all, or its share as an `owner` of blocks."""
+        """The sending of such packed sums, of which a device gets all, or its share as an `owner` of blocks."""
         parts = [subtrees(layout.shards_of(device)) for device in layout.line.devices.flat]
         most, size = max(map(len, parts)), layout.line.size
 
@@ -293,7 +290,7 @@ class Sent:
             return {name: _added(piece[0], parts, layout, owner is not None)[None] for name, piece in own.items()}
 
         arrange = [
-            for_each(jax.jit(arrange_sums), ([packed] * len(subtrees(layout.shards_of(device))),), [device])[0]
+            compiler.each(jax.jit(arrange_sums), ([packed] * len(subtrees(layout.shards_of(device))),), [device])[0]
             for device in layout.devices
         ]
         own = jax.eval_shape(arrange_sums, [packed])
@@ -306,14 +303,14 @@ class Sent:
             for name, leaf in own.items()
         }
         send = jax.shard_map(add_rest, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False)
-        return cls(layout, names, arrange, compile_one(jax.jit(send), (whole,), layout.line), kept)
+        return cls(layout, names, arrange, compiler.one(jax.jit(send), (whole,), layout.line), kept)
 
     def run(self, sums: list[list[Packed]]) -> list[Packed]:
-        """These totals, by device of this process, of the sums of its subtrees, which are given back."""
+        """The totals of this chunk, by device of this process, from the sums of its subtrees, which are given back."""
         own = [[{str(i): tree.pop(name) for i, name in enumerate(self.names)} for tree in trees] for trees in sums]
         arranged = [arrange(trees) for arrange, trees in zip(self.arrange, own, strict=True)]
         del own
-        # As `along` has it.
+        # As `line_array` has it.
         total = self.send(
             {
                 name: jax.make_array_from_single_device_arrays(
@@ -346,12 +343,12 @@ class Reduction:
 
     @classmethod
     def compile_reduction(
-        cls, layout: ShardLayout, packed: Packed, exchange: Exchange, for_each: CompileForEach
+        cls, layout: ShardLayout, packed: Packed, exchange: Exchange, compiler: Compiler
     ) -> "Reduction":
-        """For packed sums such as `packed`."""
+        """The tree for packed sums such as `packed`."""
         add: Programs = ()
         if layout.most > 1:
-            add = for_each(jax.jit(add_sums, donate_argnums=0), (packed, packed), layout.devices)
+            add = compiler.each(jax.jit(add_sums, donate_argnums=0), (packed, packed), layout.devices)
         return cls(layout, add, exchange)
 
     def run(self, sums: Callable[[int, int], Packed]) -> list[Packed]:

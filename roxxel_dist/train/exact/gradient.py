@@ -70,6 +70,14 @@ def pieces(packed: Packed, devices: int) -> Packed:
     }
 
 
+class Model(NamedTuple):
+    """What all programs take."""
+
+    params: Leaves
+    rest: Leaves
+    hparams: Hparams
+
+
 class Sums(NamedTuple):
     """What shards are added up to."""
 

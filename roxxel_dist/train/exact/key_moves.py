@@ -12,10 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.attention.cut_rows import RowCut
-from roxxel_dist.train.exact.block_update import along, copies
+from roxxel_dist.train.exact.block_update import copies, line_array
 from roxxel_dist.train.exact.compiled_step import SumTree, add_sums, subtrees, total_of
 from roxxel_dist.train.exact.layout import SHARDS, Programs, ShardLayout
-from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.compile import Compiler
 
 ROWS, PIECES = "rows", "pieces"
 """The axes of the devices: groups, and those of a group, which have shards of the same row."""
@@ -40,10 +40,8 @@ class KeyMoves:
     mesh: Mesh
 
     @classmethod
-    def compile_moves(
-        cls, layout: ShardLayout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
-    ) -> "KeyMoves":
-        """For (keys, values) of a shard such as `like`."""
+    def compile_moves(cls, layout: ShardLayout, cut: RowCut, like: Any, compiler: Compiler) -> "KeyMoves":
+        """The moves of (keys, values) of a shard such as `like`."""
         here = min(layout.most, cut.parts)
         share, devices, order = cut.parts // here, layout.devices, np.argsort(cut.places)
         mesh = Mesh(layout.line.devices.reshape(-1, share), (ROWS, PIECES), axis_types=(AxisType.Auto,) * 2)
@@ -78,23 +76,23 @@ class KeyMoves:
             cut_over = NamedSharding(mesh, spec)
             whole = sized(cut.row_blocks // share * size, sharding=cut_over)
             mapped = jax.shard_map(gather_keys, mesh=mesh, in_specs=spec, out_specs=P(ROWS), check_vma=False)
-            gather = compile_one(jax.jit(mapped), (whole,), mesh)
+            gather = compiler.one(jax.jit(mapped), (whole,), mesh)
             whole = sized(cut.row_blocks * size, jnp.float32, sharding=cut_over)
             mapped = jax.shard_map(scatter_sums, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-            scatter = compile_one(jax.jit(mapped), (whole,), mesh)
+            scatter = compiler.one(jax.jit(mapped), (whole,), mesh)
         return cls(
             layout=layout,
             here=here,
-            join=for_each(jax.jit(join_keys), ([like] * here,), devices),
+            join=compiler.each(jax.jit(join_keys), ([like] * here,), devices),
             gather=gather,
-            add=for_each(jax.jit(add_sums, donate_argnums=0), (sums, sums), devices) if here > 1 else (),
+            add=compiler.each(jax.jit(add_sums, donate_argnums=0), (sums, sums), devices) if here > 1 else (),
             scatter=scatter,
-            split=for_each(jax.jit(split_sums), (sized(cut.row_blocks // share, jnp.float32),), devices),
+            split=compiler.each(jax.jit(split_sums), (sized(cut.row_blocks // share, jnp.float32),), devices),
             mesh=mesh,
         )
 
     def keys_of_rows(self, parts: ByShard) -> ByShard:
-        """Those of the whole row of each shard; shards of a row on a device have the same arrays."""
+        """Keys and values of the whole row of each shard; shards of a row on a device have the same arrays."""
         found: ByShard = [[] for _ in parts]
         for first in range(0, self.layout.most, self.here):
             rows = [self.join[i](own[first : first + self.here]) for i, own in enumerate(parts)]
@@ -104,8 +102,8 @@ class KeyMoves:
         return found
 
     def sums(self, compute: Callable[[int, int], Any]) -> ByShard:
-        """Of float32 gradients of keys and values of whole rows, which it asks for by device and shard, the sums over
-        the shards of a row: each shard gets those of its own keys and values."""
+        """Sums over the shards of a row of float32 gradients of its keys and values, which it asks for by device and
+        shard: each shard gets those of its own keys and values."""
         found: ByShard = [[] for _ in self.layout.devices]
         for first in range(0, self.layout.most, self.here):
             trees = [SumTree(self.add[i] if self.add else add_sums) for i in range(len(found))]
@@ -189,10 +187,8 @@ class UnevenKeyMoves:
     """Adds the rest of the tree for each shard of a device."""
 
     @classmethod
-    def compile_moves(
-        cls, layout: ShardLayout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
-    ) -> "UnevenKeyMoves":
-        """For (keys, values) of a shard such as `like`."""
+    def compile_moves(cls, layout: ShardLayout, cut: RowCut, like: Any, compiler: Compiler) -> "UnevenKeyMoves":
+        """The moves of (keys, values) of a shard such as `like`."""
         size, most, devices = layout.line.size, layout.most, layout.devices
         owned = [layout.shards_of(device) for device in layout.line.devices.flat]
         parts = [parts_of(own, cut.parts) for own in owned]
@@ -252,7 +248,7 @@ class UnevenKeyMoves:
             return finish_sums
 
         def along(tree: Any, *axes: int) -> Any:
-            """Of arrays [1, ...] of a device, those of all."""
+            """The shapes on all devices of arrays [1, ...] of one."""
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((size, *axes, *x.shape[1:]), x.dtype, sharding=layout.cut), tree
             )
@@ -265,7 +261,7 @@ class UnevenKeyMoves:
             """A program that differs by device, with its arguments, by the number of the device."""
             numbers = [list(layout.line.devices.flat).index(device) for device in devices]
             return [
-                for_each(jax.jit(function(number)), args(number), [device])[0]
+                compiler.each(jax.jit(function(number)), args(number), [device])[0]
                 for number, device in zip(numbers, devices, strict=True)
             ]
 
@@ -279,24 +275,24 @@ class UnevenKeyMoves:
             layout=layout,
             shards=cut.parts,
             stack=for_own(lambda _: stack_keys, lambda i: ([like] * len(owned[i]),)),
-            gather=compile_one(mapped(gather_keys), (along(stacked),), layout.line),
-            pick=for_each(jax.jit(pick_row), (rows, number), devices),
-            add=for_each(jax.jit(add_sums, donate_argnums=0), (sums, sums), devices),
+            gather=compiler.one(mapped(gather_keys), (along(stacked),), layout.line),
+            pick=compiler.each(jax.jit(pick_row), (rows, number), devices),
+            add=compiler.each(jax.jit(add_sums, donate_argnums=0), (sums, sums), devices),
             arrange=for_own(lambda i: arranged(parts[i]), lambda i: ([sums] * len(parts[i]),)),
-            exchange=compile_one(mapped(exchange_sums), (along(sent),), layout.line),
+            exchange=compiler.one(mapped(exchange_sums), (along(sent),), layout.line),
             finish=for_own(lambda i: finished(owned[i]), lambda _: (sent,)),
         )
 
     @cached_property
     def rows(self) -> list[dict[int, jax.Array]]:
-        """By number, int32[], the rows that each device has shards of."""
+        """The rows that each device has shards of, by number, int32[]."""
         return [
             {row: jax.device_put(np.int32(row), device) for row in sorted({shard // self.shards for shard in own})}
             for device, own in zip(self.layout.devices, self.layout.owned, strict=True)
         ]
 
     def keys_of_rows(self, parts: ByShard) -> ByShard:
-        """Those of the whole row of each shard; shards of a row on a device have the same arrays."""
+        """Keys and values of the whole row of each shard; shards of a row on a device have the same arrays."""
         rows = self._across(self.gather, [stack(own) for stack, own in zip(self.stack, parts, strict=True)])
         picked = [
             {row: pick(own, number) for row, number in numbers.items()}
@@ -308,8 +304,8 @@ class UnevenKeyMoves:
         ]
 
     def sums(self, compute: Callable[[int, int], Any]) -> ByShard:
-        """Of float32 gradients of keys and values of whole rows, which it asks for by device and shard, the sums over
-        the shards of a row: each shard gets those of its own keys and values."""
+        """Sums over the shards of a row of float32 gradients of its keys and values, which it asks for by device and
+        shard: each shard gets those of its own keys and values."""
         trees: list[dict[int, SumTree]] = [{} for _ in self.layout.owned]
         for i, k in self.layout.turns:
             row, place = divmod(self.layout.owned[i][k], self.shards)
@@ -321,7 +317,7 @@ class UnevenKeyMoves:
 
     def _across(self, program: Any, own: list[Any]) -> list[Any]:
         """What a program of all devices gives each device of this process, of what each has."""
-        whole = program(jax.tree.map(lambda *each: along(self.layout, each), *own))
+        whole = program(jax.tree.map(lambda *each: line_array(self.layout, each), *own))
         return [jax.tree.map(lambda leaf, i=i: leaf.addressable_data(i), whole) for i in range(len(own))]
 
 

@@ -129,7 +129,7 @@ def rows_sharding(sharding: NamedSharding, virtual_shards: int) -> NamedSharding
     return NamedSharding(sharding.mesh, P()) if virtual_shards % sharding.mesh.size else sharding
 
 
-def placed_as(tree: Any, like: Any) -> Any:
+def place_like(tree: Any, like: Any) -> Any:
     """A tree of arrays of one device, the same in each process, on the mesh: placed as `like`, its shapes, says.
 
     Of shapes it gives shapes with that sharding.
@@ -154,6 +154,11 @@ def shapes_of(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
+def rows_like(batch: Any, rows: int) -> Any:
+    """Shapes of so many rows of a batch, without places."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), batch)
+
+
 @dataclass(frozen=True)
 class ShardLayout:
     """Which of `count` virtual shards each device has: those of its rows, which are contiguous."""
@@ -164,7 +169,7 @@ class ShardLayout:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """That of the run."""
+        """The mesh of the run."""
         assert isinstance(self.sharding.mesh, Mesh)
         return self.sharding.mesh
 
@@ -225,7 +230,7 @@ class ShardLayout:
 
     @cached_property
     def cut(self) -> NamedSharding:
-        """Of an array [devices, N], a row of which is on each device."""
+        """The sharding of an array [devices, N], a row of which is on each device."""
         return NamedSharding(self.line, P(SHARDS))
 
     @cached_property

@@ -7,7 +7,7 @@ additions, and copies of keys and values.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,25 +16,14 @@ from roxxel_dist.model.mlp import Balance
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.block_update import BlockUpdate, copies
 from roxxel_dist.train.exact.compiled_step import Exchange, Reduction, SumTree, add_sums
-from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
+from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms
 from roxxel_dist.train.exact.key_moves import ByShard, KeyMoves, UnevenKeyMoves
 from roxxel_dist.train.exact.layout import Programs, ShardLayout
 from roxxel_dist.train.exact.long_shapes import NUMBER, LongShapes, LongSums, piece_of
-from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, PiecePrograms
-from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Kept, PiecePrograms
+from roxxel_dist.train.step.compile import Compiler
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
-
-
-class Kept(NamedTuple):
-    """What a layer's forward pass leaves for the backward pass, of each shard."""
-
-    x: ByShard
-    q: ByShard
-    kv: ByShard
-    normed: ByShard
-    mixed: ByShard
-    log_sums: ByShard
 
 
 @dataclass(frozen=True)
@@ -64,10 +53,8 @@ class CompiledForward:
         return [_on(zero, device) for device in self.layout.devices]
 
     @classmethod
-    def compile_forward(
-        cls, shapes: LongShapes, layout: ShardLayout, compile_one: Compile, for_each: CompileForEach
-    ) -> "CompiledForward":
-        """For such (abstract) arguments."""
+    def compile_forward(cls, shapes: LongShapes, layout: ShardLayout, compiler: Compiler) -> "CompiledForward":
+        """The programs for such (abstract) arguments."""
         programs, devices = shapes.programs, layout.devices
 
         def cut_piece(rows: Any, shard: jax.Array) -> Any:
@@ -76,17 +63,17 @@ class CompiledForward:
         kind = KeyMoves if layout.is_even else UnevenKeyMoves
         return cls(
             layout=layout,
-            moves=kind.compile_moves(layout, programs.cut, shapes.own_kv, compile_one, for_each),
-            pieces=for_each(jax.jit(cut_piece), (shapes.rows, NUMBER), devices),
-            embed=for_each(jax.jit(programs.embed), (shapes.model, NUMBER, shapes.piece), devices),
-            before=for_each(jax.jit(programs.before), shapes.before, devices),
-            after=for_each(jax.jit(programs.after), shapes.after, devices),
+            moves=kind.compile_moves(layout, programs.cut, shapes.kept.kv, compiler),
+            pieces=compiler.each(jax.jit(cut_piece), (shapes.rows, NUMBER), devices),
+            embed=compiler.each(jax.jit(programs.embed), (shapes.model, NUMBER, shapes.piece), devices),
+            before=compiler.each(jax.jit(programs.before), shapes.before, devices),
+            after=compiler.each(jax.jit(programs.after), shapes.after, devices),
             depth=programs.layers,
             balance=programs.balance,
         )
 
     def each(self, compute: Callable[[int, int], Any]) -> ByShard:
-        """Of each device and shard."""
+        """What a function gives of each device and shard."""
         found: ByShard = [[] for _ in self.layout.devices]
         for i, k in self.layout.turns:
             found[i].append(compute(i, k))
@@ -98,42 +85,45 @@ class CompiledForward:
         number = self.layout.numbers
         return self.each(lambda i, k: self.pieces[i](rows[i], number[i][k]))
 
-    def run(self, models: list[Model], pieces: ByShard, *, keep: bool) -> tuple[list[Kept], ByShard]:
-        """(what is kept of each layer, (the output of the last block, the balance) of each shard)."""
-        kept: list[Kept] = []
-        number, each = self.layout.numbers, self.each
-        x = each(lambda i, k: self.embed[i](models[i], number[i][k], pieces[i][k][0]))
-        balance = each(lambda i, _: self.zeros[i])
+    def run(self, models: list[Model], pieces: ByShard, *, keep: bool) -> tuple[list[ByShard], ByShard]:
+        """(what is kept of each layer and shard, (the output of the last block, the balance) of each shard)."""
+        kept, number = list[ByShard](), self.layout.numbers
+        x = self.each(lambda i, k: self.embed[i](models[i], number[i][k], pieces[i][k][0]))
+        balance = self.each(lambda i, _: self.zeros[i])
         for layer in range(self.depth):
-            at = [own[layer] for own in self.layers]
-            heads = each(
-                lambda i, k, x=x, at=at: self.before[i](
-                    models[i], number[i][k], at[i], pieces[i][k][0].positions, x[i][k]
-                )
-            )
-            kv = [[part[1:3] for part in own] for own in heads]
-            rows = self.moves.keys_of_rows(kv)
-            out = each(
-                lambda i, k, x=x, at=at, heads=heads, rows=rows, balance=balance: self.after[i](
-                    models[i],
-                    number[i][k],
-                    at[i],
-                    pieces[i][k][1],
-                    x[i][k],
-                    heads[i][k][0],
-                    heads[i][k][3],
-                    rows[i][k],
-                    balance[i][k],
-                )
-            )
+            of_layer, x, balance = self._block(models, pieces, layer, x, balance)
             if keep:
-                kept.append(Kept(x, _field(heads, 0), kv, _field(heads, 3), _field(out, 2), _field(out, 3)))
-            x, balance = _field(out, 0), _field(out, 1)
+                kept.append(of_layer)
         return kept, [list(zip(*both, strict=True)) for both in zip(x, balance, strict=True)]
+
+    def _block(
+        self, models: list[Model], pieces: ByShard, layer: int, x: ByShard, balance: ByShard
+    ) -> tuple[ByShard, ByShard, ByShard]:
+        """(the `Kept` of a block, its output, the balance up to there), of each shard."""
+        at, number = [own[layer] for own in self.layers], self.layout.numbers
+
+        def before(i: int, k: int) -> Kept:
+            q, keys, values, normed = self.before[i](models[i], number[i][k], at[i], pieces[i][k][0].positions, x[i][k])
+            return Kept(x[i][k], q, normed, (keys, values))
+
+        kept = self.each(before)
+        rows = self.moves.keys_of_rows(_keys(kept))
+
+        def after(i: int, k: int) -> Any:
+            of_row = kept[i][k]._replace(kv=rows[i][k])
+            return self.after[i](models[i], number[i][k], at[i], pieces[i][k][1], of_row, balance[i][k])
+
+        out = self.each(after)
+        kept = self.each(lambda i, k: kept[i][k]._replace(mixed=out[i][k][2], log_sums=out[i][k][3]))
+        return kept, _field(out, 0), _field(out, 1)
 
 
 def _field(of_shards: ByShard, number: int) -> ByShard:
     return [[part[number] for part in own] for own in of_shards]
+
+
+def _keys(kept: ByShard) -> ByShard:
+    return [[part.kv for part in own] for own in kept]
 
 
 def _on(number: Any, device: Any) -> Any:
@@ -164,27 +154,26 @@ class CompiledLongStep:
         state: TrainState,
         hparams: Hparams,
         batch: Any,
-        compile_one: Compile,
-        for_each: CompileForEach,
+        compiler: Compiler,
     ) -> "CompiledLongStep":
         """The programs for such (abstract) arguments."""
         devices, own = layout.devices, LongSums.of_step(shard_programs, layout, state, hparams, batch)
         shapes, programs = own.shapes, own.shapes.programs
-        forward = CompiledForward.compile_forward(shapes, layout, compile_one, for_each)
-        exchange, update = own.totals.compile_update(own.packed, state, hparams, {}, compile_one, for_each)
+        forward = CompiledForward.compile_forward(shapes, layout, compiler)
+        exchange, update = own.update.compile_update(own.packed, state, hparams, {}, compiler)
         adds: dict[str, Programs] = {}
         if layout.most > 1:
             for use, each in shapes.sums.items():
-                adds[use] = for_each(jax.jit(add_sums, donate_argnums=0), (each, each), devices)
+                adds[use] = compiler.each(jax.jit(add_sums, donate_argnums=0), (each, each), devices)
         return cls(
             layout=layout,
             forward=forward,
-            losses_back=for_each(jax.jit(programs.losses_back), shapes.losses, devices),
-            after_back=for_each(jax.jit(programs.after_back), shapes.after_back, devices),
-            before_back=for_each(jax.jit(programs.before_back), shapes.before_back, devices),
-            embed_back=for_each(jax.jit(programs.embed_back), shapes.embed_back, devices),
+            losses_back=compiler.each(jax.jit(programs.losses_back), shapes.losses, devices),
+            after_back=compiler.each(jax.jit(programs.after_back), shapes.after_back, devices),
+            before_back=compiler.each(jax.jit(programs.before_back), shapes.before_back, devices),
+            embed_back=compiler.each(jax.jit(programs.embed_back), shapes.embed_back, devices),
             adds=adds,
-            join=for_each(jax.jit(own.join), own.args, devices),
+            join=compiler.each(jax.jit(own.join), own.args, devices),
             exchange=exchange,
             update=update,
         )
@@ -234,7 +223,7 @@ class CompiledLongStep:
         self,
         models: list[Model],
         pieces: ByShard,
-        kept: Kept,
+        kept: ByShard,
         at: list[Any],
         d_x: ByShard,
         d_balance: ByShard,
@@ -243,24 +232,13 @@ class CompiledLongStep:
         """The gradient of a layer's input, from that of its output; those of its parameters are put to the `sums`, of
         each subtree of a device's shards."""
         run, number = self.forward, self.layout.numbers
-        x, q, kv, normed, mixed, log_sums = kept
-        rows, trees = run.moves.keys_of_rows(kv), self._trees(AFTER)
+        rows, trees = run.moves.keys_of_rows(_keys(kept)), self._trees(AFTER)
         found: ByShard = [[] for _ in models]
 
         def after(i: int, k: int) -> Any:
+            of_row = kept[i][k]._replace(kv=rows[i][k])
             grads, *of_inputs, d_kv = self.after_back[i](
-                models[i],
-                number[i][k],
-                at[i],
-                pieces[i][k][1],
-                x[i][k],
-                q[i][k],
-                normed[i][k],
-                rows[i][k],
-                mixed[i][k],
-                log_sums[i][k],
-                d_x[i][k],
-                d_balance[i][k],
+                models[i], number[i][k], at[i], pieces[i][k][1], of_row, d_x[i][k], d_balance[i][k]
             )
             trees[i].put(grads)
             found[i].append(of_inputs)
@@ -271,8 +249,9 @@ class CompiledLongStep:
 
         def before(i: int, k: int) -> Any:
             d_x, d_q, d_normed = found[i][k]
+            x, positions = kept[i][k].x, pieces[i][k][0].positions
             grads, d_x = self.before_back[i](
-                models[i], number[i][k], at[i], pieces[i][k][0].positions, x[i][k], d_x, d_q, d_kv[i][k], d_normed
+                models[i], number[i][k], at[i], positions, x, d_x, d_q, d_kv[i][k], d_normed
             )
             others[i].put(grads)
             return d_x
@@ -299,17 +278,16 @@ class CompiledLongEvaluation:
         layout: ShardLayout,
         model: Model,
         batch: Any,
-        compile_one: Compile,
-        for_each: CompileForEach,
+        compiler: Compiler,
     ) -> "CompiledLongEvaluation":
         """The programs for such (abstract) arguments."""
         programs = PiecePrograms.of_model(shard_programs, model, batch, training=False)
         shapes = LongShapes.of_batch(programs, layout, model, batch)
-        forward = CompiledForward.compile_forward(shapes, layout, compile_one, for_each)
+        forward = CompiledForward.compile_forward(shapes, layout, compiler)
         total = jax.eval_shape(programs.losses, *shapes.losses)
-        losses = for_each(jax.jit(programs.losses), shapes.losses, layout.devices)
-        exchange = Exchange.compile_exchange(layout, total, total, compile_one, for_each)
-        return cls(forward, losses, Reduction.compile_reduction(layout, total, exchange, for_each))
+        losses = compiler.each(jax.jit(programs.losses), shapes.losses, layout.devices)
+        exchange = Exchange.compile_exchange(layout, total, total, compiler)
+        return cls(forward, losses, Reduction.compile_reduction(layout, total, exchange, compiler))
 
     def __call__(self, models: list[Model], batch: Any) -> list[Packed]:
         """The sums."""

@@ -1,7 +1,7 @@
 """The shapes of what a virtual shard that is a part of a row has, takes and gives: see `long_rows.py`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from roxxel_dist.model.attention.cut_rows import RowCut
-from roxxel_dist.model.pieces import in_blocks
-from roxxel_dist.train.exact.block_compile import Totals
-from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
-from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
-from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
+from roxxel_dist.train.exact.block_programs import BlockPrograms
+from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms
+from roxxel_dist.train.exact.layout import ShardLayout, rows_like, shapes_of
+from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Kept, Piece, PiecePrograms, split_tokens
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
 
@@ -24,7 +23,7 @@ NUMBER, ZERO = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.f
 
 @dataclass(frozen=True)
 class LongShapes:
-    """Of one shard."""
+    """The shapes of one shard."""
 
     programs: PiecePrograms
     model: Model
@@ -32,57 +31,45 @@ class LongShapes:
     """The rows of a device."""
     piece: Piece
     segments: Any
-    x: Any
-    """The input of a block."""
-    q: Any
-    own_kv: Any
-    """Keys and values of the shard."""
+    kept: Kept
+    """Of a block, with keys and values of the shard."""
     kv: Any
     """Those of its row."""
-    normed: Any
-    mixed: Any
-    log_sums: Any
 
     @classmethod
     def of_batch(cls, programs: PiecePrograms, layout: ShardLayout, model: Model, batch: Any) -> "LongShapes":
-        """For an (abstract) model and batch."""
+        """The shapes for an (abstract) model and batch."""
         cut, here = programs.cut, programs.rows
         if layout.is_even:
             here = max(1, here // layout.line.size)
-        rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((here, leaf.shape[1]), leaf.dtype), batch)
+        rows = rows_like(batch, here)
         piece, segments = jax.eval_shape(lambda rows, shard: piece_of(cut, rows, shard), rows, NUMBER)
         x = jax.eval_shape(programs.embed, model, NUMBER, piece)
         q, k, v, normed = jax.eval_shape(programs.before, model, NUMBER, NUMBER, piece.positions, x)
-        kv = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cut.row_blocks, *leaf.shape[1:]), leaf.dtype), (k, v))
-        after = model, NUMBER, NUMBER, segments, x, q, normed, kv, programs.balance
-        _, _, mixed, log_sums = jax.eval_shape(programs.after, *after)
-        return cls(programs, model, rows, piece, segments, x, q, (k, v), kv, normed, mixed, log_sums)
-
-    @property
-    def residuals(self) -> Any:
-        """What a layer's forward pass leaves for the backward pass."""
-        return self.x, self.q, self.own_kv, self.normed, self.mixed, self.log_sums
+        own = cls(programs, model, rows, piece, segments, Kept(x, q, normed, (k, v)), rows_like((k, v), cut.row_blocks))
+        _, _, mixed, log_sums = jax.eval_shape(programs.after, *own.after)
+        return replace(own, kept=own.kept._replace(mixed=mixed, log_sums=log_sums))
 
     @property
     def before(self) -> tuple[Any, ...]:
         """The arguments of that program; so the next ones."""
-        return self.model, NUMBER, NUMBER, self.piece.positions, self.x
+        return self.model, NUMBER, NUMBER, self.piece.positions, self.kept.x
 
     @property
     def after(self) -> tuple[Any, ...]:
-        """Of a block after its attention."""
-        return self.model, NUMBER, NUMBER, self.segments, self.x, self.q, self.normed, self.kv, self.programs.balance
+        """The arguments of a block after its attention."""
+        kept = self.kept._replace(kv=self.kv, mixed=None, log_sums=None)
+        return self.model, NUMBER, NUMBER, self.segments, kept, self.programs.balance
 
     @property
     def losses(self) -> tuple[Any, ...]:
-        """Also backward."""
-        return self.model, NUMBER, self.piece, self.x, self.programs.balance
+        """The arguments of the losses, forward and backward."""
+        return self.model, NUMBER, self.piece, self.kept.x, self.programs.balance
 
     @property
     def after_back(self) -> tuple[Any, ...]:
-        """Of a block after its attention, backward."""
-        kept = self.x, self.q, self.normed, self.kv, self.mixed, self.log_sums
-        return self.model, NUMBER, NUMBER, self.segments, *kept, self.x, ZERO
+        """The arguments of a block after its attention, backward."""
+        return self.model, NUMBER, NUMBER, self.segments, self.kept._replace(kv=self.kv), self.kept.x, ZERO
 
     @cached_property
     def _of_after_back(self) -> tuple[Any, ...]:
@@ -91,15 +78,15 @@ class LongShapes:
 
     @cached_property
     def before_back(self) -> tuple[Any, ...]:
-        """Of a block before its attention, backward."""
+        """The arguments of a block before its attention, backward."""
         *_, d_normed, _ = self._of_after_back
-        half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), self.own_kv)
-        return *self.before, self.x, self.q, half, d_normed
+        half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), self.kept.kv)
+        return *self.before, self.kept.x, self.kept.q, half, d_normed
 
     @property
     def embed_back(self) -> tuple[Any, ...]:
-        """Of the embedding, backward."""
-        return self.model, NUMBER, self.piece, self.x
+        """The arguments of the embedding, backward."""
+        return self.model, NUMBER, self.piece, self.kept.x
 
     @cached_property
     def sums(self) -> dict[str, Packed]:
@@ -118,7 +105,7 @@ class LongSums:
     """How the sums of shards become totals."""
 
     shapes: LongShapes
-    totals: Totals
+    update: BlockPrograms
     join: Callable[[dict[str, Any]], Packed]
     """Packs the sums of all uses, those of blocks by layer."""
     args: tuple[Any, ...]
@@ -128,14 +115,14 @@ class LongSums:
     def of_step(
         cls, shard_programs: ShardPrograms, layout: ShardLayout, state: TrainState, hparams: Hparams, batch: Any
     ) -> "LongSums":
-        """For such (abstract) arguments."""
+        """The sums of a step for such (abstract) arguments."""
         model = Model(*shapes_of((state.params, state.rest, hparams)))
         programs = PiecePrograms.of_model(shard_programs, model, batch, training=True)
         shapes = LongShapes.of_batch(programs, layout, model, batch)
         sums = shapes.sums | {use: [shapes.sums[use]] * programs.layers for use in (BEFORE, AFTER)}
         named = jax.eval_shape(lambda sums: programs.sums_by_name(sums, model.params), sums)
         is_packed = hasattr(batch, "tokens")
-        totals = Totals.of_params(
+        update = BlockPrograms.of_params(
             shard_programs,
             state.params,
             named,
@@ -146,9 +133,9 @@ class LongSums:
         )
 
         def join_sums(sums: dict[str, Any]) -> Packed:
-            return totals.pack(programs.sums_by_name(sums, model.params))
+            return update.sums.pack(programs.sums_by_name(sums, model.params))
 
-        return cls(shapes, totals, join_sums, (sums,), jax.eval_shape(join_sums, sums))
+        return cls(shapes, update, join_sums, (sums,), jax.eval_shape(join_sums, sums))
 
 
 def piece_of(cut: RowCut, batch: Any, shard: jax.Array) -> tuple[Piece, jax.Array | None]:
@@ -163,7 +150,7 @@ def piece_of(cut: RowCut, batch: Any, shard: jax.Array) -> tuple[Piece, jax.Arra
     inputs, targets = tokens[:-1], tokens[1:]
     counted = jnp.ones(targets.shape, bool) if segments is None else segments[1:] == segments[:-1]
     places = jnp.arange(inputs.shape[0]) if positions is None else positions[:-1]
-    split = partial(in_blocks, cut)
+    split = partial(split_tokens, cut)
     # Padding counts nothing, and no token before it attends to it.
     piece = Piece(split(inputs), split(targets), split(counted, repeat=False), split(places))
     return Piece(*(each[numbers] for each in piece)), None if segments is None else split(segments[:-1])

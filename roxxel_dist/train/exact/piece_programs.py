@@ -1,4 +1,7 @@
-"""What one device computes of a virtual shard that is a part of a row: see `model/pieces.py`. Pure functions.
+"""What one device computes of a virtual shard that is a part of a row. Pure functions.
+
+The cut is a `RowCut` without a halo, whose parts are the shards: each attends to as many keys as any other. A shard is
+an array of N blocks of C tokens, [N, C, ...], of both pieces.
 
 A step calls them block by block, first for all shards forward, then backward. What a block keeps for the backward pass
 is its input, its heads and what they gathered; the rest is computed again.
@@ -11,32 +14,82 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from roxxel_dist.cluster.step_parts import ATTENTION
 from roxxel_dist.model.attention.blocked import Blocks, blocked_backward, blocked_forward
 from roxxel_dist.model.attention.cut_rows import RowCut
-from roxxel_dist.model.attention.mask import mask_of
+from roxxel_dist.model.attention.mask import Mask, mask_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.cross_entropy import Losses
+from roxxel_dist.model.layers import DynamicScalar
 from roxxel_dist.model.loss import losses_of_states, minimized_of_states, next_token_loss
 from roxxel_dist.model.mlp import Balance
-from roxxel_dist.model.pieces import after_attention, before_attention, keys_of_shard, only_block
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.gradient import Packed, ShardPrograms, Sums, fold_in_shard, pack, random_counts, unpack
-from roxxel_dist.train.step.step import BALANCE, Hparams, divisor
+from roxxel_dist.model.transformer import Block
+from roxxel_dist.train.exact.gradient import (
+    Model,
+    Packed,
+    ShardPrograms,
+    Sums,
+    fold_in_shard,
+    pack,
+    random_counts,
+    unpack,
+)
+from roxxel_dist.train.step.step import BALANCE, divisor
+
+
+def split_tokens(cut: RowCut, x_L: jax.Array, *, repeat: bool = True) -> jax.Array:
+    """[L] numbers of the tokens of a row to [M, C], M blocks of C tokens; the last one is repeated at the end, so that
+    padding is like a token, or else it is 0."""
+    short = [(0, cut.tokens - x_L.shape[0])]
+    padded = jnp.pad(x_L, short, mode="edge") if repeat else jnp.pad(x_L, short)
+    return padded.reshape(cut.row_blocks, cut.size)
+
+
+def keys_of_shard(cut: RowCut, shard: jax.Array, mask: Mask) -> Blocks:
+    """Which blocks of keys of its row each block of a shard attends to; `mask`: its segments are int32[M, C]."""
+    numbers, of_k = cut.numbers(shard), mask.labels(lambda x: x[:, None])
+    return Blocks.between(numbers, cut.size, of_k.labels(lambda x: x[numbers]), of_k)
+
+
+def only_block(blocks: Any) -> Block:
+    """The block of a stack of one layer."""
+    graphdef, shared, layers = nnx.split(blocks, DynamicScalar, ...)
+    return nnx.merge(graphdef, shared, jax.tree.map(lambda leaf: leaf[0], layers), copy=True)
+
+
+def attention_inputs(block: Block, x_NxCxD: jax.Array, position_NxC: jax.Array) -> tuple[Any, ...]:
+    """Queries [N, 1, G, H / G, C, K], keys [N, 1, G, C, K] and values [N, 1, G, C, V] of a shard, as in
+    `attention_kernels`; and [N, C, D] the normed input, where the attention has a gate that needs it, else None."""
+    normed = block.attention_input(x_NxCxD)
+    with jax.named_scope(ATTENTION):
+        q, k, v = block.attention.heads(normed, position_NxC)
+    q = q.reshape(*k.shape[:3], -1, q.shape[-1])
+    return *(jnp.moveaxis(each, 1, -2)[:, None] for each in (q, k, v)), None if block.attention.gate is None else normed
+
+
+def finish_block(
+    block: Block, x_NxCxD: jax.Array, mixed: jax.Array, normed_NxCxD: jax.Array | None
+) -> tuple[jax.Array, Balance]:
+    """[N, C, D] the output of a block, and the balance of its experts.
+
+    Args:
+        block: with its random streams.
+        x_NxCxD: its input.
+        mixed: [N, 1, G, H / G, C, V], what the heads gathered.
+        normed_NxCxD: for a gate.
+    """
+    heads = jnp.moveaxis(mixed[:, 0], -2, 1)  # [N, C, G, H / G, V]
+    return block.finish(x_NxCxD, heads.reshape(*heads.shape[:2], -1, heads.shape[-1]), normed_NxCxD)
+
 
 BLOCKS = "blocks."
 """Begins the names of the leaves of all blocks, whose first axis is the layer."""
 BEFORE, AFTER, FIRST, LAST = "before", "after", "first", "last"
 """The four uses of parameters: of a block before and after its attention, below the first block and above the last. A
 tied embedding is used twice, anything else once."""
-
-
-class Model(NamedTuple):
-    """What all programs take."""
-
-    params: Leaves
-    rest: Leaves
-    hparams: Hparams
 
 
 class Piece(NamedTuple):
@@ -47,6 +100,21 @@ class Piece(NamedTuple):
     counted: jax.Array
     """bool: whether the loss of a target counts."""
     positions: jax.Array
+
+
+class Kept(NamedTuple):
+    """What the forward pass of a block leaves for the backward pass, of a shard."""
+
+    x: Any
+    """[N, C, D], the block's input."""
+    q: Any
+    """Queries, as `attention_inputs` gives them."""
+    normed: Any
+    kv: Any
+    """Keys and values of the shard; for the programs those of its whole row."""
+    mixed: Any = None
+    """What the heads gathered, and the logarithms of the softmax sums."""
+    log_sums: Any = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +130,7 @@ class PiecePrograms:
 
     @classmethod
     def of_model(cls, programs: ShardPrograms, model: Model, batch: Any, *, training: bool) -> "PiecePrograms":
-        """For such (abstract) arguments."""
+        """The functions for such (abstract) arguments."""
         rows, length = jax.tree.leaves(batch)[0].shape
         config = programs.split.merge(*model, training=training).config
         cut = RowCut.of_length(programs.shards // rows, length - 1, config.window, by_place=False)
@@ -132,8 +200,8 @@ class PiecePrograms:
         return pack(jax.vjp(lambda own: function(own, piece.tokens, piece.positions), own)[1](d_x)[0])
 
     def before(self, model: Model, shard: jax.Array, layer: jax.Array, position: jax.Array, x: jax.Array) -> Any:
-        """What `before_attention` gives."""
-        own, function = self._function(BEFORE, model, shard, layer, before_attention)
+        """What `attention_inputs` gives."""
+        own, function = self._function(BEFORE, model, shard, layer, attention_inputs)
         return function(own, x, position)
 
     def before_back(
@@ -142,51 +210,36 @@ class PiecePrograms:
         """(the gradients of the parameters, that of the block's input) where `after_back` gave `d_x`."""
 
         def compute(block: Any, x: jax.Array) -> Any:
-            q, *kv, normed = before_attention(block, x, position)
+            q, *kv, normed = attention_inputs(block, x, position)
             return q, *(each.astype(jnp.float32) for each in kv), normed
 
         grads, more = self._pull_back(BEFORE, model, shard, layer, compute, (x,), (d_q, *d_kv, d_normed))
         return grads, d_x + more
 
     def after(
-        self, model: Model, shard: Any, layer: Any, segments: Any, x: Any, q: Any, normed: Any, kv: Any, balance: Any
+        self, model: Model, shard: Any, layer: Any, segments: Any, kept: Kept, balance: Balance
     ) -> tuple[jax.Array, Balance, jax.Array, jax.Array]:
-        """[N, C, D] a block's output, the balance up to here, and what the heads gathered, with sums.
-
-        `kv` are the keys and values of the whole row.
-        """
-        (k, v), at = kv, self._keys(shard, segments, q)
-        mixed, log_sums = blocked_forward(q, k, v, at, self.cut.row_blocks)
-        own, function = self._function(AFTER, model, shard, layer, after_attention)
-        x, more = function(own, x, mixed, normed)
+        """[N, C, D] a block's output, the balance up to here, and what the heads gathered, with sums."""
+        (k, v), at = kept.kv, self._keys(shard, segments, kept.q)
+        mixed, log_sums = blocked_forward(kept.q, k, v, at, self.cut.row_blocks)
+        own, function = self._function(AFTER, model, shard, layer, finish_block)
+        x, more = function(own, kept.x, mixed, kept.normed)
         load = None if balance.load is None else balance.load.at[layer].set(more.load)
         return x, Balance(balance.loss + more.loss, load), mixed, log_sums
 
     def after_back(
-        self,
-        model: Model,
-        shard: Any,
-        layer: Any,
-        segments: Any,
-        x: Any,
-        q: Any,
-        normed: Any,
-        kv: Any,
-        mixed: Any,
-        log_sums: Any,
-        d_x: Any,
-        d_balance: Any,
+        self, model: Model, shard: Any, layer: Any, segments: Any, kept: Kept, d_x: Any, d_balance: Any
     ) -> tuple[Packed, jax.Array, jax.Array, jax.Array | None, Any]:
         """The gradients of parameters, of `x`, `q`, `normed`, and float32 of `kv`."""
 
         def compute(*args: Any) -> tuple[jax.Array, jax.Array]:
-            x, balance = after_attention(*args)
+            x, balance = finish_block(*args)
             return x, balance.loss
 
-        args = x, mixed, normed
+        args = kept.x, kept.mixed, kept.normed
         grads, d_x, d_mixed, d_normed = self._pull_back(AFTER, model, shard, layer, compute, args, (d_x, d_balance))
-        (k, v), at = kv, self._keys(shard, segments, q)
-        d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, self.cut.row_blocks)
+        (k, v), at = kept.kv, self._keys(shard, segments, kept.q)
+        d_q, *d_kv = blocked_backward(kept.q, k, v, at, kept.mixed, kept.log_sums, d_mixed, self.cut.row_blocks)
         return grads, d_x, d_q, d_normed, tuple(d_kv)
 
     def _keys(self, shard: Any, segments: Any, q: jax.Array) -> Blocks:

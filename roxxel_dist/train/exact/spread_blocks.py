@@ -17,16 +17,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.exact.block_programs import Inputs
-from roxxel_dist.train.exact.block_update import BlockNumbers, along, copies
+from roxxel_dist.train.exact.block_update import BlockNumbers, Inputs, copies, line_array
 from roxxel_dist.train.exact.blocks import Ownership, Selection
 from roxxel_dist.train.exact.layout import SHARDS, Programs, ShardLayout
-from roxxel_dist.train.step.compile import Compile
+from roxxel_dist.train.step.compile import Compiler
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Where an array lies: what a device keeps of it, and its blocks."""
+    """The place of an array: what a device keeps of it, and its blocks."""
 
     like: Any
     """As a shape, with sharding."""
@@ -36,7 +35,7 @@ class Slice:
     """Of a block along that."""
 
     def axes(self, dimension: int) -> tuple[str, ...]:
-        """Of the mesh, those that a dimension is cut over."""
+        """The axes of the mesh that a dimension is cut over."""
         spec = self.like.sharding.spec
         entry = spec[dimension] if dimension < len(spec) else None
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
@@ -105,9 +104,9 @@ class SpreadArrays:
 
     @classmethod
     def compile_spread(
-        cls, layout: ShardLayout, like: Sequence[Any], cuts: Sequence[int], count: int, compile_one: Compile
+        cls, layout: ShardLayout, like: Sequence[Any], cuts: Sequence[int], count: int, compiler: Compiler
     ) -> "SpreadArrays":
-        """For arrays, with the dimensions along which each of them is cut into so many blocks."""
+        """The programs for arrays, with the dimensions along which each is cut into so many blocks."""
         slices = [Slice(leaf, cut, leaf.shape[cut] // count) for leaf, cut in zip(like, cuts, strict=True)]
 
         def fetch_block(own: list[jax.Array], index: jax.Array) -> list[jax.Array]:
@@ -124,8 +123,8 @@ class SpreadArrays:
         return cls(
             layout=layout,
             like=like,
-            fetch=compile_one(fetch, (list(like), index), layout.mesh),
-            put=compile_one(put, (list(like), blocks, index), layout.mesh),
+            fetch=compiler.one(fetch, (list(like), index), layout.mesh),
+            put=compiler.one(put, (list(like), blocks, index), layout.mesh),
         )
 
     def global_arrays(self, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
@@ -152,7 +151,7 @@ def _mapped(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: 
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def fetch_gradients(owner: Ownership, chunks: Sequence[Any], compile_one: Compile) -> Any:
+def fetch_gradients(owner: Ownership, chunks: Sequence[Any], compiler: Compiler) -> Any:
     """The program that gives each device a block, by its number, of each chunk of gradients, of which a device has
     added up its share."""
     layout, most = owner.layout, owner.most
@@ -174,7 +173,7 @@ def fetch_gradients(owner: Ownership, chunks: Sequence[Any], compile_one: Compil
     ]
     index = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(layout.line, P()))
     mapped = _mapped(fetch_gradient, layout.line, (P(SHARDS), P()), P())
-    return compile_one(jax.jit(mapped), (like, index), layout.line)
+    return compiler.one(jax.jit(mapped), (like, index), layout.line)
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ class SpreadGroup:
         """
         layout = self.arrays.layout
         grads.clear()
-        arrays, sums = self.arrays.global_arrays(own), [along(layout, each) for each in zip(*chunks, strict=True)]
+        arrays, sums = self.arrays.global_arrays(own), [line_array(layout, each) for each in zip(*chunks, strict=True)]
         chunks.clear()
         squares: list[list[jax.Array]] = [[] for _ in own]
         for on_mesh, on_line in self.numbers:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.parameter_sharding import fsdp_axis
 from roxxel_dist.model.split import Leaves, ModuleSplit
-from roxxel_dist.train.exact.block_compile import Totals
+from roxxel_dist.train.exact.block_programs import BlockPrograms
 from roxxel_dist.train.exact.block_update import Gather, copies
 from roxxel_dist.train.exact.blocks import block_dimensions
 from roxxel_dist.train.exact.compiled_step import (
@@ -25,11 +25,10 @@ from roxxel_dist.train.exact.compiled_step import (
     RowCutter,
     RowStep,
 )
-from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
-from roxxel_dist.train.exact.layout import Programs, ShardLayout, shapes_of
+from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms
+from roxxel_dist.train.exact.layout import Programs, ShardLayout, rows_like, shapes_of
 from roxxel_dist.train.exact.long_rows import CompiledLongEvaluation, CompiledLongStep
-from roxxel_dist.train.exact.piece_programs import Model
-from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.compile import Compiler
 from roxxel_dist.train.step.state import TrainState, placed_state
 from roxxel_dist.train.step.step import BALANCE, Hparams
 
@@ -59,20 +58,18 @@ class ShardedStep:
     programs: ShardPrograms
     layout: ShardLayout
 
-    def compile(
-        self, compile_one: Compile, for_each: CompileForEach, state: TrainState, hparams: Hparams, batch: Any
-    ) -> "CompiledStep":
+    def compile(self, compiler: Compiler, state: TrainState, hparams: Hparams, batch: Any) -> "CompiledStep":
         """The programs for such (abstract) arguments."""
         programs, layout, batch = self.programs, self.layout, shapes_of(batch)
-        gather = Gather.compile_gather(layout, Model(state.params, state.rest, hparams), compile_one)
+        gather = Gather.compile_gather(layout, Model(state.params, state.rest, hparams), compiler)
         if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
-            step = CompiledLongStep.compile_step(programs, layout, state, hparams, batch, compile_one, for_each)
+            step = CompiledLongStep.compile_step(programs, layout, state, hparams, batch, compiler)
         else:
-            rows, _ = RowCutter.compile_cutter(layout, batch, for_each)
+            rows, _ = RowCutter.compile_cutter(layout, batch, compiler)
             own = RowSums.of_step(programs, layout, state, hparams, batch)
-            exchange, update = own.totals.compile_update(own.packed, state, hparams, own.counts, compile_one, for_each)
-            sums = for_each(own.jitted, own.args, layout.devices)
-            step = RowStep(rows, sums, Reduction.compile_reduction(layout, own.packed, exchange, for_each), update)
+            exchange, update = own.update.compile_update(own.packed, state, hparams, own.counts, compiler)
+            sums = compiler.each(own.jitted, own.args, layout.devices)
+            step = RowStep(rows, sums, Reduction.compile_reduction(layout, own.packed, exchange, compiler), update)
         return CompiledStep(layout, gather, step, HparamCopies(layout), state)
 
 
@@ -80,7 +77,7 @@ class ShardedStep:
 class RowSums:
     """What is computed of a virtual shard of whole rows."""
 
-    totals: Totals
+    update: BlockPrograms
     jitted: Any
     args: tuple[Any, ...]
     """Its arguments, as shapes."""
@@ -93,13 +90,11 @@ class RowSums:
     def of_step(
         cls, programs: ShardPrograms, layout: ShardLayout, state: TrainState, hparams: Hparams, batch: Any
     ) -> "RowSums":
-        """For such (abstract) arguments."""
-        part = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // layout.count, leaf.shape[1]), leaf.dtype), batch
-        )
+        """The sums of a step for such (abstract) arguments."""
+        part = rows_like(batch, jax.tree.leaves(batch)[0].shape[0] // layout.count)
         args = *shapes_of((state.params, state.rest, hparams)), part, jax.ShapeDtypeStruct((), np.int32)
         like, counts = jax.eval_shape(programs.sums, *args)
-        totals = Totals.of_params(
+        update = BlockPrograms.of_params(
             programs,
             state.params,
             like,
@@ -111,9 +106,9 @@ class RowSums:
 
         def packed_sums(*args: Any) -> tuple[Packed, Leaves]:
             sums, counts = programs.sums(*args)
-            return totals.pack(sums), counts
+            return update.sums.pack(sums), counts
 
-        return cls(totals, jax.jit(packed_sums), args, jax.eval_shape(packed_sums, *args)[0], counts)
+        return cls(update, jax.jit(packed_sums), args, jax.eval_shape(packed_sums, *args)[0], counts)
 
 
 @dataclass(frozen=True)
@@ -125,8 +120,7 @@ class ShardedEvaluation:
 
     def compile(
         self,
-        compile_one: Compile,
-        for_each: CompileForEach,
+        compiler: Compiler,
         params: Leaves,
         rest: Leaves,
         hparams: Hparams,
@@ -134,26 +128,26 @@ class ShardedEvaluation:
     ) -> "CompiledEvaluation":
         """The programs for such (abstract) arguments."""
         layout, programs = self.layout, self.programs
-        gather = Gather.compile_gather(layout, Model(params, rest, hparams), compile_one)
+        gather = Gather.compile_gather(layout, Model(params, rest, hparams), compiler)
         params, rest, hparams, batch = shapes_of((params, rest, hparams, batch))
         if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
             model = Model(params, rest, hparams)
-            losses = CompiledLongEvaluation.compile_losses(programs, layout, model, batch, compile_one, for_each)
+            losses = CompiledLongEvaluation.compile_losses(programs, layout, model, batch, compiler)
             exchange = losses.reduction.exchange
             others = exchange.like["float32"].shape[1] - 2 - (programs.end is not None)
             names = [BALANCE][:others]  # no loss of the user's own is cut so
         else:
-            rows, part = RowCutter.compile_cutter(layout, batch, for_each)
+            rows, part = RowCutter.compile_cutter(layout, batch, compiler)
             args = params, rest, hparams, part
             total, names = jax.eval_shape(programs.losses, *args), programs.scalar_names(*args)
-            exchange = Exchange.compile_exchange(layout, total, total, compile_one, for_each)
-            reduction = Reduction.compile_reduction(layout, total, exchange, for_each)
-            losses = RowEvaluation(rows, for_each(jax.jit(programs.losses), args, layout.devices), reduction)
+            exchange = Exchange.compile_exchange(layout, total, total, compiler)
+            reduction = Reduction.compile_reduction(layout, total, exchange, compiler)
+            losses = RowEvaluation(rows, compiler.each(jax.jit(programs.losses), args, layout.devices), reduction)
 
         def mean_losses(total: Packed) -> dict[str, jax.Array]:
             return programs.mean_losses(exchange.unpack(total), names)
 
-        mean = for_each(jax.jit(mean_losses), (exchange.kept,), layout.devices[:1])[0]
+        mean = compiler.each(jax.jit(mean_losses), (exchange.kept,), layout.devices[:1])[0]
         return CompiledEvaluation(layout, gather, losses, mean, HparamCopies(layout))
 
 

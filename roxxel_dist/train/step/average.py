@@ -37,6 +37,25 @@ def _is_schedule_free(node: Any) -> bool:
     return isinstance(node, ScheduleFreeState)
 
 
+def next_average(before: Any, inner: Any, params: Leaves, decay: jax.Array | None, steps: jax.Array) -> Any:
+    """The optimizer's state after an update: the `inner` one, and beside it the average, where the state has one.
+
+    Args:
+        before: the optimizer's state before the update.
+        inner: that of the optax transformation after it.
+        params: after it.
+        decay: see `update_average`; None of a schedule-free optimizer, which has an average of its own.
+        steps: likewise.
+    """
+    if not isinstance(before, Averaged):
+        return inner
+    average = schedule_free_average(inner, params)
+    if average is None:
+        assert decay is not None
+        average = update_average(before.average, params, decay, steps)
+    return Averaged(inner, average)
+
+
 def begin_average(params: Leaves) -> Leaves:
     """A copy of the parameters: both are donated, so they must not share memory."""
     return jax.tree.map(jnp.copy, params)

@@ -29,7 +29,7 @@ class BatchLayout:
 
     @property
     def pieces(self) -> int:
-        """Of the batch."""
+        """Pieces of the batch."""
         return self.row_pieces * self.token_pieces
 
     @property
@@ -97,7 +97,7 @@ def batch_layout(
 
 
 def cut_rows_text(virtual_shards: int, rows: int, length: int) -> str:
-    """Of a phase whose rows virtual shards cut, such as "each row in 8 virtual shards of 4,096 tokens"; else ""."""
+    """How virtual shards cut the rows of a phase, such as "each row in 8 virtual shards of 4,096 tokens"; else ""."""
     if rows >= virtual_shards:
         return ""
     each = virtual_shards // rows

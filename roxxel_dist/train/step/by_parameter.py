@@ -26,7 +26,7 @@ def decayed(params: Any, matrices: Mapping[str, Matrix] | None = None) -> Any:
     return jax.tree_util.tree_map_with_path(partial(_is_weight, matrices or {}), params)
 
 
-def by_matrix(inner: optax.GradientTransformation, matrices: Mapping[str, Matrix]) -> optax.GradientTransformation:
+def map_matrices(inner: optax.GradientTransformation, matrices: Mapping[str, Matrix]) -> optax.GradientTransformation:
     """`inner`, which sees the matrices that arrays are made of: each layer, and each expert of a layer, by itself, its
     columns as one axis.
 
@@ -64,7 +64,7 @@ def by_matrix(inner: optax.GradientTransformation, matrices: Mapping[str, Matrix
     return optax.GradientTransformation(init, update)
 
 
-def by_width(
+def scale_by_width(
     kind: str, widths: Mapping[str, Width], matrices: Mapping[str, Matrix], decay: jax.Array
 ) -> optax.GradientTransformation:
     """Turns the updates of an optimizer into those of mup: multiplies each parameter's learning rate by a factor for

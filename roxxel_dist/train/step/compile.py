@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
@@ -31,17 +31,40 @@ from roxxel_dist.settings.training import SHARE_COMPILATION
 COMPILE_LIMIT_S = LOCK_LIMIT_S = 3600.0
 LOCK_PAUSE_S = 0.1
 
-Compile = Callable[[Any, Sequence[Any], Mesh], Any]
-"""(jitted function, arguments, mesh that is set while it is traced) -> its program."""
-CompileForEach = Callable[[Any, Sequence[Any], Sequence[Any]], list[Any]]
-"""(jitted function of one device, arguments, devices) -> its program on each of the devices."""
+
+class Compiler(NamedTuple):
+    """What compiles the programs of a step."""
+
+    one: Callable[[Any, Sequence[Any], Mesh], Any]
+    """(jitted function, arguments, mesh that is set while it is traced) -> its program."""
+    each: Callable[[Any, Sequence[Any], Sequence[Any]], list[Any]]
+    """(jitted function of one device, arguments, devices) -> its program on each of the devices."""
+
+    @classmethod
+    def by_device(cls, one: Callable[[Any, Sequence[Any], Mesh], Any], mesh: Mesh) -> "Compiler":
+        """Compiles a program of one device anew for each: nothing in it tells on which one it is."""
+
+        def each(jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
+            return [one(jitted, on_device(args, device), one_device(mesh, device)) for device in devices]
+
+        return cls(one, each)
+
+    def step(self, jitted: Any, args: Sequence[Any], mesh: Mesh) -> Any:
+        """The program of a jitted step, or the callable that a `Composite` makes, for such abstract arguments.
+
+        While a step is traced, the mesh of the last argument is set: that of a batch is its phase's.
+        """
+        if isinstance(jitted, Composite):
+            with jax.set_mesh(one_device(mesh)):
+                return jitted.compile(self, *args)
+        return self.one(jitted, args, mesh_of(args[-1], mesh) or mesh)
 
 
 @runtime_checkable
 class Composite(Protocol):
     """Several programs that are called as one."""
 
-    def compile(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> Any:
+    def compile(self, compiler: Compiler, *args: Any) -> Any:
         """The callable made from the programs for such `jax.ShapeDtypeStruct`s."""
         ...
 
@@ -65,8 +88,7 @@ class AotCompiler:
     def prepare(self, key: Hashable, jitted: Callable[..., Any] | Composite, *args: Any, on_mesh: bool = True) -> None:
         """Begin to compile `jitted` for such arrays, or jax.ShapeDtypeStructs with shardings, unless `key` is known.
 
-        While it is traced, the mesh of the last argument is set: that of a batch is its phase's. Without `on_mesh` it
-        is a program of one device, which waits for no other rank.
+        Without `on_mesh` it is a program of one device, which waits for no other rank; else see `Compiler.step`.
         """
         if key not in self._programs:
             self._programs[key] = self._pool.submit(self._compile, key, jitted, abstract(args), on_mesh)
@@ -119,11 +141,8 @@ class AotCompiler:
 
     def _compile(self, key: Hashable, jitted: Any, args: Any, on_mesh: bool) -> Any:
         start = time.perf_counter()
-        if isinstance(jitted, Composite):
-            with jax.set_mesh(one_device(self.mesh)):
-                program = jitted.compile(self._compile_one, self._compile_for_each, *args)
-        else:
-            program = self._compile_one(jitted, args, mesh_of(args[-1], self.mesh) if on_mesh else None)
+        compiler = Compiler.by_device(self._compile_one, self.mesh)
+        program = compiler.step(jitted, args, self.mesh) if on_mesh else self._compile_one(jitted, args, None)
         self.seconds[key] = time.perf_counter() - start
         return program
 
@@ -132,15 +151,6 @@ class AotCompiler:
             lowered = jitted.lower(*args)
             with compile_lock(lowered, self._options):
                 return lowered.compile(compiler_options=self._options)
-
-    def _compile_for_each(self, jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
-        """On each device the same instructions: nothing in the program tells on which one it is."""
-        programs: list[Any] = []
-        for device in devices:
-            place = SingleDeviceSharding(device)
-            own = jax.tree.map(lambda leaf, at=place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), args)
-            programs.append(self._compile_one(jitted, own, one_device(self.mesh, device)))
-        return programs
 
     def close(self) -> None:
         """Compile no more. The compilation under way ends in the background: XLA cannot break one off.
@@ -157,6 +167,12 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
 
 
+def on_device(tree: Any, device: Any) -> Any:
+    """Shapes and types of a tree, on one device."""
+    place = SingleDeviceSharding(device)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
+
+
 def batch_key(batch: Any) -> Hashable:
     """The key of a program for batches like this one: shapes, and how they lie on which mesh."""
     return tuple((leaf.shape, str(leaf.sharding.spec), mesh_of(leaf)) for leaf in jax.tree.leaves(batch))
@@ -170,7 +186,7 @@ def mesh_of(batch: Any, default: Mesh | None = None) -> Mesh | None:
 
 @contextlib.contextmanager
 def compile_lock(lowered: Any, options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Within it, no other process compiles this program, where `SHARE_COMPILATION` asks for that.
+    """Hold a lock, so that no other process compiles this program, where `SHARE_COMPILATION` asks for that.
 
     A process that was killed gives its lock back; after an hour of waiting the program is compiled without it.
     """
@@ -221,12 +237,12 @@ class StepMemory:
 
     @classmethod
     def of_parts(cls, **parts: int) -> "StepMemory":
-        """With the sum of these."""
+        """The bytes of these parts, with their sum."""
         return cls(**parts, peak=sum(parts.values()))
 
     @classmethod
     def of_program(cls, program: Any) -> "StepMemory":
-        """Of each device, for a compiled program."""
+        """The bytes of each device for a compiled program."""
         account = program.memory_analysis()
         return cls.of_parts(
             arguments=account.argument_size_in_bytes,

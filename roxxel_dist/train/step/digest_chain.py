@@ -76,6 +76,6 @@ def _rotate(lane: jax.Array, by: int) -> jax.Array:
     return (lane << by) | (lane >> (32 - by))
 
 
-def in_hex(lanes: np.ndarray | jax.Array) -> str:
-    """As logs and checkpoints have it: 32 hexadecimal digits."""
+def hex_digest(lanes: np.ndarray | jax.Array) -> str:
+    """A digest as logs and checkpoints have it: 32 hexadecimal digits."""
     return np.asarray(lanes, "<u4").tobytes().hex()

@@ -64,7 +64,7 @@ class LocalSums:
         return mapped(params, hparams, batch)
 
     def sum(self, number: jax.Array) -> jax.Array:
-        """Of a number of each device, within `run`."""
+        """The sum of a number of each device, within `run`."""
         return jax.lax.psum(number, self.axes)
 
     def gradient(self, sums: Leaves) -> Leaves:

@@ -19,7 +19,7 @@ from roxxel_dist.model.split import Matrix
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.step.average import Averaged, begin_average, inner_state, schedule_free_average
-from roxxel_dist.train.step.by_parameter import by_matrix, by_width, decayed, muon_part
+from roxxel_dist.train.step.by_parameter import decayed, map_matrices, muon_part, scale_by_width
 from roxxel_dist.train.step.schedule import BATCH_TOKENS, LrSchedule, Settings, learning_rate, lr_factor
 
 LONG = 1 << 30
@@ -81,7 +81,7 @@ class NamedOptimizer:
         if not self.widths:
             return optax.chain(clipped, _optimizer(self.config, rate, decay, self.matrices))
         inner = _optimizer(self.config, rate, jnp.zeros_like(decay), self.matrices)
-        of_widths = by_width(self.config.optimizer, self.widths, self.matrices, rate * decay)
+        of_widths = scale_by_width(self.config.optimizer, self.widths, self.matrices, rate * decay)
         return optax.chain(clipped, inner, of_widths)
 
     def rate(self, settings: Settings, step: ArrayLike) -> jax.Array:
@@ -101,7 +101,7 @@ class FixedOptimizer:
         return {}
 
     def for_batch(self, settings: dict[str, jax.Array], batch: Any) -> dict[str, jax.Array]:
-        """As they are."""
+        """The settings as they are."""
         del batch
         return settings
 
@@ -337,7 +337,7 @@ def _optimizer(
             return optax.lion(rate, b1, _or(config.beta2, 0.99), weight_decay=decay, mask=mask)
         case "adafactor":
             inner = _adafactor(rate, decay)
-            return by_matrix(inner, matrices) if matrices else inner
+            return map_matrices(inner, matrices) if matrices else inner
         case "sgd":
             return optax.chain(
                 optax.trace(_or(config.momentum, 0.9)),

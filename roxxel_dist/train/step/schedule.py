@@ -41,7 +41,7 @@ class LrSchedule:
         return cls(**saved) if saved else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The schedule for JSON."""
         return {"kind": self.kind, "scaling": self.scaling, "settings": dict(self.settings)}
 
     @property

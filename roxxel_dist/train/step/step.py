@@ -24,7 +24,7 @@ from roxxel_dist.model.loss import DROPPED, END_NATS, LOAD, minimized_losses, ne
 from roxxel_dist.model.split import Leaves, ModuleSplit, cast
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import LoopOptions
-from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_average, update_average
+from roxxel_dist.train.step.average import inner_state, next_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
 from roxxel_dist.train.step.local_sums import LocalSums, accumulation
 from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
@@ -100,7 +100,7 @@ def measure(loss_fn: LossFn, model: Any, batch: Any, end: int | None = None) -> 
 
 
 def unpack_loss(result: Any) -> Loss:
-    """From a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, and "loss_weight",
+    """Take apart a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, and "loss_weight",
     "row_loss" [B], "row_weight" [B] and "expert_load" [layers, experts] if given.
 
     Raises UserError where it is none of these, or the loss or its weight is not a scalar.
@@ -180,7 +180,7 @@ def make_step(
         count = micro_batches(grad_accum, shape[0])
         if count == 1:
             grads, (rest, loss) = gradient(state.params, state.rest, hparams, batch)
-            grads, loss = without_nothing(grads, loss)
+            grads, loss = zero_if_unweighted(grads, loss)
         else:
             how = accumulation(split, loss_fn, like, hparams, sharding, shape, grad_accum, compute_dtype)
             params = state.params
@@ -222,11 +222,7 @@ def apply_gradient(
     health, bad = update_monitor(
         state.health, state.step + 1, scalars["loss"], scalars["grad_norm"], hparams[SPIKE_FACTOR], skip=skip_bad
     )
-    if isinstance(state.opt_state, Averaged):
-        average = schedule_free_average(opt_state, params)
-        if average is None:
-            average = update_average(state.opt_state.average, params, hparams[EMA], health.good)
-        opt_state = Averaged(opt_state, average)
+    opt_state = next_average(state.opt_state, opt_state, params, hparams.get(EMA), health.good)
     if skip_bad:
         old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
         params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)
@@ -294,7 +290,7 @@ def accumulate(
     return grads, rest, Loss(numbers.pop("loss"), numbers, row_loss, row_weight=row_weight, load=load)
 
 
-def without_nothing(grads: Leaves, loss: Loss) -> tuple[Leaves, Loss]:
+def zero_if_unweighted(grads: Leaves, loss: Loss) -> tuple[Leaves, Loss]:
     """The gradient and the loss of a whole batch; 0 where its weight is 0: it predicts nothing, and its mean is NaN."""
     if loss.weight is None:
         return grads, loss

@@ -121,7 +121,7 @@ class TaskScores:
         return numbers
 
 
-def of_task(name: str, numbers: Mapping[str, float]) -> dict[str, float]:
+def scores_of_task(name: str, numbers: Mapping[str, float]) -> dict[str, float]:
     """The scores of one task, by their short names, among those of `TaskScores.summarize`."""
     begin = f"task/{name}/"
     return {key.removeprefix(begin): value for key, value in numbers.items() if key.startswith(begin)}

@@ -1,6 +1,6 @@
 """Experts take as many tokens as they have room for: of each device, and not of all.
 
-The built-in capacity is that of a row, which no layout divides: see `model/experts/capacity.py`.
+The built-in capacity is that of a row, which no layout divides: see `model/experts/moe.py`.
 """
 
 import jax

@@ -18,7 +18,7 @@ from roxxel_dist.cluster.distributed import barrier, initialize, is_primary, pro
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.place.directory import RunDirectory
 from roxxel_dist.process.durable import SaveRequests
-from roxxel_dist.train.agreement import StepAgreement
+from roxxel_dist.train.saves import StepAgreement
 
 PAUSES = (0.0, 0.0, 0.001, 0.02)
 

@@ -1,4 +1,5 @@
-"""Attention by cuDNN on NVIDIA GPUs: of a row at once, or of a block of queries and a block of keys at a time.
+"""Attention by the kernels of vendors: splash attention, jax's kernel for TPUs, of whole rows; and cuDNN on NVIDIA
+GPUs, of a row at once, or of a block of queries and a block of keys at a time.
 
 cuDNN knows causality, and a window of a whole row. Documents within a row, and a window of blocks, are a bias instead:
 an array that is added to scores, 0 where a query sees a key. It would be as large as the row squared, so rows of more
@@ -13,8 +14,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from roxxel_dist.cluster import jax_private
-from roxxel_dist.model.attention.blocked import Blocks, over_keys, with_gradients
-from roxxel_dist.model.attention.mask import LANES, RESIDUALS, Mask, on_own_rows, pad_tokens
+from roxxel_dist.model.attention.blocked import (
+    BLOCK,
+    Blocks,
+    Form,
+    attend_in_blocks,
+    join_rows,
+    loop_over_keys,
+    split_rows,
+)
+from roxxel_dist.model.attention.mask import LANES, RESIDUALS, Mask, map_own_rows, pad_tokens
 
 LONGEST_BIAS = 2048
 """Tokens of a row of documents, up to which cuDNN has one bias of it: an array that is added to its scores."""
@@ -33,20 +42,12 @@ def cudnn_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.A
     assert mask.by_place, "likewise"
     length, values = q_BxLxHxK.shape[1], v_BxLxGxV.shape[-1]
     count, size = blocks_of(length, packed=mask.segments is not None)
-    q, k, v = (pad_tokens(x, count * size) for x in with_equal_widths(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV))
+    q, k, v = (pad_tokens(x, count * size) for x in pad_widths(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Any:
-        if count == 1:
-            return _whole(q, k, v, mask)
+        return _whole(q, k, v, mask) if count == 1 else attend_in_blocks(PAIRS, q, k, v, mask, size)
 
-        def blocks(x: jax.Array) -> jax.Array:
-            return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
-
-        each = mask.labels(blocks)
-        out = _in_pairs(blocks(q), blocks(k), blocks(v), Blocks.between(jnp.arange(count), size, each, each))
-        return jnp.moveaxis(out, 0, 1).reshape(q.shape)
-
-    return on_own_rows(local, q, k, v, mask.scaled(q_BxLxHxK.shape[-1]).pad(count * size))[:, :length, :, :values]
+    return map_own_rows(local, q, k, v, mask.scaled(q_BxLxHxK.shape[-1]).pad(count * size))[:, :length, :, :values]
 
 
 def blocks_of(length: int, packed: bool) -> tuple[int, int]:
@@ -61,7 +62,7 @@ def blocks_of(length: int, packed: bool) -> tuple[int, int]:
     return count, -(-length // (count * LANES)) * LANES
 
 
-def with_equal_widths(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+def pad_widths(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
     """The same with as many channels each: zeros add nothing to a score."""
     widest = max(k.shape[-1], v.shape[-1])
     return tuple(jnp.pad(x, [(0, 0)] * 3 + [(0, widest - x.shape[-1])]) for x in (q, k, v))
@@ -143,7 +144,7 @@ def pairs_forward(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, of_row: 
 
         mixed, log_sums = pair(i, at.number[i], causal=True)
         start = mixed.astype(jnp.float32), log_sums
-        mixed, log_sums = over_keys(i, at, size, of_row, keys, start, but_own=True)
+        mixed, log_sums = loop_over_keys(i, at, size, of_row, keys, start, but_own=True)
         return None, (mixed.astype(v.dtype), log_sums)
 
     return jax.lax.scan(queries, None, jnp.arange(q.shape[0]))[1]
@@ -173,11 +174,72 @@ def pairs_backward(
             return d_q + more[0], d_k.at[j].add(more[1]), d_v.at[j].add(more[2])
 
         start = pair(at.number[i], (jnp.zeros(q.shape[1:]), *d_keys), causal=True)
-        d_q, *d_keys = over_keys(i, at, size, of_row, pair, start, but_own=True)
+        d_q, *d_keys = loop_over_keys(i, at, size, of_row, pair, start, but_own=True)
         return tuple(d_keys), d_q.astype(q.dtype)
 
     (d_k, d_v), d_q = jax.lax.scan(queries, (jnp.zeros(k.shape), jnp.zeros(v.shape)), jnp.arange(q.shape[0]))
     return d_q, d_k, d_v
 
 
-_in_pairs = with_gradients(pairs_forward, pairs_backward)
+PAIRS = Form(split_rows, join_rows, pairs_forward, pairs_backward)
+"""Attention by cuDNN: queries [B, tokens, H, K], as many channels as values."""
+
+
+def splash_block(length: int) -> int:
+    """The largest block of splash attention, at most `BLOCK`, for a multiple of `LANES` tokens."""
+    return next(size for size in (BLOCK, BLOCK // 2, LANES) if length % size == 0)
+
+
+def splash_kernel(
+    near: Any, heads: int, size: int, cap: float | None, devices: int = 1, *, interpret: bool = False
+) -> Any:
+    """The kernel for so many heads, in blocks of `size` tokens, with a table of the blocks that each device needs.
+
+    `near` says which keys a query attends to: one of splash attention's own masks.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    sizes = splash.BlockSizes(
+        block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size
+    )
+    return splash.make_splash_mha(
+        splash.MultiHeadMask([near] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=devices,
+        attn_logits_soft_cap=cap,
+        residual_checkpoint_name=RESIDUALS,
+        interpret=interpret,
+    )
+
+
+def splash_attention(
+    q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.Array, mask: Mask, *, interpret: bool = False
+) -> jax.Array:
+    """`blocked_attention` by splash attention: jax's kernel for TPUs, each device on its own rows and heads.
+
+    `interpret` runs the kernel's program on any device, slowly.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    length = q_BxLxHxK.shape[1]
+    short = -length % LANES
+    size = splash_block(length + short)
+    whole = (length + short, length + short)
+    window = mask.window
+    near = splash.CausalMask(whole) if window is None else splash.LocalMask(whole, (window - 1, 0), 0)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
+        """Attention for this device's rows and heads. Padding comes after the real tokens, so causality masks it."""
+        kernel = splash_kernel(near, q.shape[2], size, mask.cap, interpret=interpret)
+
+        def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+            q, k, v = (jnp.pad(x, [(0, short), (0, 0), (0, 0)]).swapaxes(0, 1) for x in (q * mask.scale, k, v))
+            ids = None if segments is None else jnp.pad(segments, (0, short))
+            mixed: Any = kernel(q, k, v, None if ids is None else splash.SegmentIds(ids, ids))
+            return mixed.swapaxes(0, 1)[:length]
+
+        in_axes = 0, 0, 0, None if mask.segments is None else 0
+        return jax.vmap(row, in_axes=in_axes)(q, k, v, mask.segments)
+
+    return map_own_rows(local, q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, mask.scaled(q_BxLxHxK.shape[-1]))

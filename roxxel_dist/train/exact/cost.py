@@ -1,13 +1,20 @@
-"""What is alive at once on a device while a step with virtual shards lasts, from shapes alone."""
+"""What a step with virtual shards costs a device: what is alive at once, from shapes alone, and how often each program
+runs, as the step itself says: it runs once, on simulated devices, with programs that compute nothing.
+"""
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from roxxel_dist.train.exact.block_compile import Totals
+from roxxel_dist.cluster.mesh import one_device
+from roxxel_dist.train.exact.block_programs import BlockPrograms
 from roxxel_dist.train.exact.block_update import is_cut
 from roxxel_dist.train.exact.blocks import Selection
 from roxxel_dist.train.exact.compiled_step import SumTree, subtrees
@@ -15,8 +22,8 @@ from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
 from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
 from roxxel_dist.train.exact.long_shapes import LongSums
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST
-from roxxel_dist.train.exact.step import RowSums
-from roxxel_dist.train.step.compile import Compile, CompileForEach, StepMemory
+from roxxel_dist.train.exact.step import RowSums, ShardedEvaluation, ShardedStep
+from roxxel_dist.train.step.compile import Compiler, StepMemory
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
 from roxxel_dist.train.step.throughput import device_bytes
@@ -41,7 +48,7 @@ class ShardedMemory:
     def of_step(
         cls, programs: ShardPrograms, layout: ShardLayout, state: TrainState, hparams: Hparams, batch: Any
     ) -> "ShardedMemory":
-        """For such (abstract) arguments."""
+        """The memory of a step for such (abstract) arguments."""
         kind = LongSums if jax.tree.leaves(batch)[0].shape[0] < layout.count else RowSums
         return cls(kind.of_step(programs, layout, state, hparams, shapes_of(batch)), state, hparams, batch)
 
@@ -58,11 +65,11 @@ class ShardedMemory:
             (jax.jit(self.sums.join), self.sums.args),
         ]
 
-    def compile(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> StepMemory:
+    def compile(self, compiler: Compiler, *args: Any) -> StepMemory:
         """`Composite.compile`, but of these programs alone, on one device: they are measured, and not called."""
-        del compile_one, args
-        device = [self.sums.totals.layout.line.devices.flat[0]]
-        return self.with_programs({each[0].__name__: for_each(*each, device)[0] for each in self.jitted})
+        del args
+        device = [self.sums.update.layout.line.devices.flat[0]]
+        return self.with_programs({each[0].__name__: compiler.each(*each, device)[0] for each in self.jitted})
 
     def with_programs(self, programs: Mapping[str, Any]) -> StepMemory:
         """The memory of one device; `programs`: by the name of what was compiled, those of `jitted` among them."""
@@ -72,7 +79,7 @@ class ShardedMemory:
             peaks = long_peaks(self.sums, self.state, self.hparams, temporaries)
         else:
             (of_sums,) = temporaries.values()
-            peaks = step_peaks(self.sums.totals, self.sums.packed, self.state, self.hparams, of_sums)
+            peaks = step_peaks(self.sums.update, self.sums.packed, self.state, self.hparams, of_sums)
         return StepMemory.of_parts(
             arguments=device_bytes((self.state, self.hparams, self.batch)),
             temporaries=peaks.most,
@@ -98,13 +105,15 @@ class StepPeaks:
         return max(self.gradient, self.exchange, self.update)
 
 
-def step_peaks(totals: Totals, packed: Packed, state: TrainState, hparams: Hparams, temporaries: int) -> StepPeaks:
-    """For (abstract) sums of a shard, and arguments with shardings; its program takes so many bytes beside these."""
-    layout, sums = totals.layout, whole_bytes(packed)
+def step_peaks(
+    programs: BlockPrograms, packed: Packed, state: TrainState, hparams: Hparams, temporaries: int
+) -> StepPeaks:
+    """The peaks for (abstract) sums of a shard and arguments with shardings; its program takes `temporaries` beside."""
+    layout, sums = programs.layout, whole_bytes(packed)
     model = gathered_bytes((state.params, state.rest, hparams))
     shards = [layout.shards_of(device) for device in layout.line.devices.flat]
     trees = max(len(subtrees(own)) for own in shards)
-    kept, update = _update_bytes(totals, packed, state)
+    kept, update = _update_bytes(programs, packed, state)
     chunks = [whole_bytes(each) for each in packed.values()]
     # All as they are, and of one chunk a copy, its pieces, and what arrives.
     sent = 0 if layout.line.size == 1 else trees * (sums + 2 * max(chunks))
@@ -116,41 +125,38 @@ def step_peaks(totals: Totals, packed: Packed, state: TrainState, hparams: Hpara
 
 
 def long_peaks(own: LongSums, state: TrainState, hparams: Hparams, temporaries: Mapping[str, int]) -> StepPeaks:
-    """As `step_peaks` where virtual shards cut rows; `temporaries` are those of its programs by name."""
-    shapes, layout, uses = (
-        own.shapes,
-        own.totals.layout,
-        {use: whole_bytes(sums) for use, sums in own.shapes.sums.items()},
-    )
-    peaks = step_peaks(own.totals, own.packed, state, hparams, 0)
+    """The peaks where virtual shards cut rows; `temporaries` are those of its programs by name."""
+    shapes, layout, kept = own.shapes, own.update.layout, own.shapes.kept
+    uses = {use: whole_bytes(sums) for use, sums in shapes.sums.items()}
+    peaks = step_peaks(own.update, own.packed, state, hparams, 0)
     model = gathered_bytes((state.params, state.rest, hparams))
     shards = [layout.shards_of(device) for device in layout.line.devices.flat]
     trees, held, most = max(len(subtrees(each)) for each in shards), max(map(_held, shards)), layout.most
     depth, cut = shapes.programs.layers, shapes.programs.cut
-    kept = most * whole_bytes(shapes.residuals)
+    of_block = most * whole_bytes(kept)
     # Keys and values of the rows of a device, and of one row the sums of their gradients.
     rows = whole_bytes(shapes.kv) * (max(1, most // cut.parts) if layout.is_even else 2 * layout.count // cut.parts)
     sums = sum(math.prod(leaf.shape) * 4 for leaf in shapes.kv)
     of_layer, top = trees * (uses[BEFORE] + uses[AFTER]), trees * uses[LAST]
     inputs = most * whole_bytes((shapes.piece, shapes.segments))
-    gradients = most * (2 * whole_bytes(shapes.x) + whole_bytes((shapes.q, shapes.normed)))
+    gradients = most * (2 * whole_bytes(kept.x) + whole_bytes((kept.q, kept.normed)))
     attention = rows + (held + 2) * sums + gradients + (held + 1) * uses[AFTER] + temporaries["after_back"]
     projections = sums + gradients + (held + 1) * uses[BEFORE] + temporaries["before_back"]
     losses = gradients + (held + 1) * uses[LAST] + temporaries["losses_back"]
     # The backward pass begins with all that the forward pass kept, and ends with the gradients of all layers.
-    begins = depth * kept + max(losses, top + max(attention, projections))
-    ends = kept + top + depth * of_layer + max(attention, projections)
+    begins = depth * of_block + max(losses, top + max(attention, projections))
+    ends = of_block + top + depth * of_layer + max(attention, projections)
     joins = top + depth * of_layer + trees * (uses[FIRST] + whole_bytes(own.packed)) + temporaries["join_sums"]
     return replace(peaks, gradient=model + inputs + max(begins, ends, joins))
 
 
 def whole_bytes(tree: Any) -> int:
-    """Of all leaves, whole."""
+    """Bytes of all leaves, whole."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def gathered_bytes(tree: Any) -> int:
-    """Of the leaves that are cut, whole: what to gather them takes on each device."""
+    """Bytes of the leaves that are cut, whole: what to gather them takes on each device."""
     return whole_bytes([leaf for leaf in jax.tree.leaves(tree) if is_cut(leaf)])
 
 
@@ -163,11 +169,11 @@ def _held(shards: range) -> int:
     return most
 
 
-def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[float, float]:
+def _update_bytes(programs: BlockPrograms, packed: Packed, state: TrainState) -> tuple[float, float]:
     """(the totals that a device gets, the most that an update takes beside them and the gathered parameters)."""
-    blocks = totals.blocks.blocks
-    sizes = [whole_bytes([packed[name] for name in group]) for group in totals.blocks.chunks]
-    owner = totals.ownership(blocks, state)
+    blocks = programs.sums.blocks
+    sizes = [whole_bytes([packed[name] for name in group]) for group in programs.sums.chunks]
+    owner = programs.ownership(state)
     share = sum(sizes) * owner.most / owner.count
     first, *others = (
         (gathered_bytes(_moments(state, names)), size) for names, size in zip(blocks.groups, sizes, strict=True)
@@ -187,3 +193,104 @@ def _moments(state: TrainState, names: tuple[str, ...]) -> list[Any]:
     """What the optimizer keeps of some parameters."""
     params = {id(leaf) for leaf in state.params.values()}
     return [leaf for leaf in Selection.of_names(state, names).leaves(state)[0] if id(leaf) not in params]
+
+
+Key = tuple[str, tuple[tuple[tuple[int, ...], str], ...]]
+"""Of a program: its name, shape and type of each of its arguments."""
+ALIGNMENT = 64
+"""Of arrays in memory that jax does not copy."""
+
+
+def key_of(jitted: Any, args: Any) -> Key:
+    """The key of a program."""
+    return jitted.__name__, tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(args))
+
+
+def simulated_mesh(mesh: Mesh) -> Mesh:
+    """A mesh of that shape of CPU devices, as many of which are simulated in this process."""
+    devices = np.asarray(jax.devices("cpu")[: mesh.size]).reshape(mesh.devices.shape)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def count_calls(
+    step: ShardedStep | ShardedEvaluation, number: int, programs: Mapping[Key, Any], args: tuple[Any, ...]
+) -> Counter[Key]:
+    """How often a device runs each program in one step.
+
+    Args:
+        step: on a `simulated_mesh`.
+        number: of the device, among all.
+        programs: of the target.
+        args: of the step, on the target, as shapes with shardings.
+    """
+    mesh = step.layout.mesh
+
+    def placed(leaf: Any) -> Any:
+        on = mesh
+        if leaf.sharding.mesh.devices.shape != mesh.devices.shape:  # that of a phase with few rows
+            on = Mesh(mesh.devices.reshape(leaf.sharding.mesh.devices.shape), leaf.sharding.mesh.axis_names)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(on, leaf.sharding.spec))
+
+    args = jax.tree.map(placed, args)
+    counted = CountedPrograms(programs, mesh, step.layout.line.devices.flat[number])
+    with jax.set_mesh(one_device(mesh)):
+        program = step.compile(Compiler(counted.one, counted.each), *args)
+    program(*jax.tree.map(lambda leaf: zeros(leaf, leaf.sharding), args))
+    return counted.calls
+
+
+class CountedPrograms:
+    """The same programs on simulated devices: they give arrays of zeros, which take no memory.
+
+    Args:
+        programs: of the target.
+        mesh: of the simulated devices.
+        device: of them, whose calls are counted.
+    """
+
+    def __init__(self, programs: Mapping[Key, Any], mesh: Mesh, device: Any) -> None:
+        self._programs, self._mesh, self._device = programs, mesh, device
+        self.calls: Counter[Key] = Counter()
+
+    def one(self, jitted: Any, args: Sequence[Any], mesh: Mesh) -> Any:
+        """`Compiler.one`."""
+        key = key_of(jitted, args)
+        places = [NamedSharding(mesh, place.spec) for place in jax.tree.leaves(self._programs[key].output_shardings)]
+        return self._called(key, mesh, jitted, args, places)
+
+    def each(self, jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
+        """`Compiler.each`."""
+        key = key_of(jitted, args)
+        return [
+            self._called(key, one_device(self._mesh, device), jitted, args, SingleDeviceSharding(device))
+            for device in devices
+        ]
+
+    def _called(self, key: Key, mesh: Mesh, jitted: Any, args: Sequence[Any], places: Any) -> Callable[..., Any]:
+        with jax.set_mesh(mesh):
+            leaves, treedef = jax.tree.flatten(jax.eval_shape(jitted, *args))
+        places = places if isinstance(places, list) else [places] * len(leaves)
+        is_counted = self._device in mesh.devices
+
+        def program(*args: Any) -> Any:
+            del args
+            self.calls[key] += is_counted
+            return jax.tree.unflatten(treedef, map(zeros, leaves, places))
+
+        return program
+
+
+def zeros(like: Any, place: Any) -> jax.Array:
+    """An array of zeros of the same shape and type: as it is never written, all its pages are one."""
+    if isinstance(place, SingleDeviceSharding):
+        (device,) = place.device_set
+        if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+            numbers = np.zeros((*like.shape, *jax.random.key_data(jax.random.key(0)).shape), np.uint32)
+            return jax.random.wrap_key_data(jax.device_put(numbers, device))
+        size = math.prod(like.shape) * like.dtype.itemsize
+        memory = np.zeros(size + ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % ALIGNMENT
+        return jax.device_put(memory[start : start + size].view(like.dtype).reshape(like.shape), device)
+    own = jax.ShapeDtypeStruct(place.shard_shape(like.shape), like.dtype)
+    parts = [zeros(own, SingleDeviceSharding(device)) for device in place.mesh.devices.flat]
+    return jax.make_array_from_single_device_arrays(like.shape, place, parts)
