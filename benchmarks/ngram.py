@@ -22,7 +22,7 @@ from measure import Lines, Result, flags
 from roxxel_dist import Config, Plan, Roxxel
 from roxxel_dist.cli.train import CONFIG, corpus_words
 from roxxel_dist.model.loss import token_losses
-from roxxel_dist.run.curriculum import build_curriculum, saved_plan
+from roxxel_dist.run.curriculum import build_curriculum, saved_metadata
 from roxxel_dist.weights.load import load_run
 
 ROW = 257
@@ -46,8 +46,9 @@ def of_demo(folder: Path) -> Iterable[Result]:
         build(data)
     command("train", "--config", CONFIG, "--data_path", data, "--run_dir", run)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    corpus, plan = Roxxel(data), saved_plan(run)
-    assert plan is not None, "the training has saved its plan"
+    corpus, saved = Roxxel(data), saved_metadata(run)
+    assert saved is not None, "the training has saved its plan"
+    plan = Plan.from_state(saved.plan)
     config = Config.from_yaml(run / "config.yaml")
     rows = in_rows(build_curriculum(config, corpus)[1])
     mine = of_model(run, rows)

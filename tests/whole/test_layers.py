@@ -5,6 +5,8 @@ import subprocess
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from importlib.util import find_spec
 
 from layers import (
     ASK_IS_URL,
@@ -191,3 +193,16 @@ def test_the_package_shows_its_public_names_alone():
     assert dir(roxxel_dist) == sorted([*roxxel_dist.__all__, "__version__"])
     assert roxxel_dist._WHERE.keys() == set(roxxel_dist.__all__)
     assert "load_run" in dir(roxxel_dist)
+
+
+def test_what_benchmarks_and_examples_import_is_there():
+    """Nothing else in `make test` runs most of them, and modules move."""
+    missing = []
+    for path in [*(PACKAGE.parent / "benchmarks").glob("*.py"), *(PACKAGE.parent / "examples").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "roxxel_dist":
+                module = import_module(str(node.module))
+                for name in [name.name for name in node.names if not hasattr(module, name.name)]:
+                    if find_spec(f"{node.module}.{name}") is None:
+                        missing.append(f"{path.name}: {node.module}.{name}")
+    assert missing == []
