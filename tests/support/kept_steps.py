@@ -11,8 +11,13 @@ import pytest
 
 from roxxel_dist.train import steps
 from roxxel_dist.train.step import state
+from roxxel_dist.weights import load
 
-PLACES = ((steps, ("make_step", "make_eval_step")), (state, ("trace_module", "_init_programs")))
+PLACES = (
+    (steps, ("make_step", "make_eval_step")),
+    (state, ("trace_module", "_init_programs")),
+    (load, ("trace_module",)),
+)
 """The modules and the functions whose results are kept."""
 MOST = 50
 """Results of a function that are kept."""
