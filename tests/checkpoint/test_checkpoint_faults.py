@@ -77,13 +77,14 @@ def test_a_damaged_one_is_named_with_the_way_out(tmp_path):
 FULL = """
 import json, sys
 from pathlib import Path
-import jax, jax.numpy as jnp
+import jax.numpy as jnp, numpy as np
 from flax import nnx
 from roxxel_dist.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.train.checkpointer import Checkpointer
 
 disk = Path(sys.argv[1])
-state = {f"w{i}": jax.random.normal(jax.random.key(i), (60, 1000)) for i in range(10)}
+numbers = np.random.default_rng(0).normal(size=(10, 60, 1000)).astype(np.float32)
+state = {f"w{i}": jnp.asarray(numbers[i]) for i in range(10)}
 store, told = CheckpointStore(disk / "c"), []
 store.save(1, state, {})
 store.wait()

@@ -12,7 +12,7 @@ import tensorstore
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.checkpoint.stored_blocks import METRICS_OF_STORES, avoid_leaks
 
-WARM, COUNT = 12, 25
+WARM, COUNT = 8, 16
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.step import state
 
+NOISE = ["--model", "layouts.planted.noise:build", "--loss", "layouts.planted.noise:loss"]
 OWN = {"model": "layouts.planted.sound:build", "loss": "layouts.planted.sound:loss"}
 
 
@@ -74,7 +75,7 @@ def test_a_layout_that_is_left_out_says_why(checked):
     ("flags", "code"),
     [
         ([], 0),
-        (["--model", OWN["model"], "--loss", "layouts.planted.double_psum:loss"], 1),
+        ([*NOISE, "--model_args.kind", "index_of_the_device"], 1),
         (["--devices", "1"], 2),
         (["--devices", "100000"], 2),
     ],
@@ -90,4 +91,8 @@ def test_the_command(tokens, capsys, monkeypatch, flags, code):
         return
     report = json.loads(out)
     assert report["agree"] is (code == 0)
-    assert [result["layout"] for result in report["results"]] == ["rows"]
+    (result,) = report["results"]
+    assert result["layout"] == "rows"
+    named = {each["what"]: each["meaning"] for each in result["differences"]}
+    assert list(named) == (["random stream noise.noise.key"] if code else [])
+    assert all("depend on the layout: the loss with them is" in meaning for meaning in named.values())

@@ -23,8 +23,6 @@ SOUND = (
     "by_a_scan",
     "drawn_and_not_used",
 )
-QUICK = {"index_of_the_device"}
-"""Sound noise beside that of dropout, as the model of test_the_command has it, is of long tests."""
 
 
 def of_kind(checked, kind, *layouts):
@@ -32,12 +30,8 @@ def of_kind(checked, kind, *layouts):
     return checked(*layouts, seq_len=17, model_args={"kind": kind}, **fields)
 
 
-def rare(kinds):
-    """Each, those that are not quick with the mark of long tests."""
-    return [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.long) for kind in kinds]
-
-
-@pytest.mark.parametrize("kind", rare(PLANTED))
+@pytest.mark.long  # of the first test_the_command looks too
+@pytest.mark.parametrize("kind", PLANTED)
 def test_noise_that_depends_on_the_devices_is_named(checked, kind):
     (result,) = of_kind(checked, kind, "rows").results
     assert result.status == "differs"
@@ -48,9 +42,10 @@ def test_noise_that_depends_on_the_devices_is_named(checked, kind):
         assert f" (noise.py:{noise.kept.__code__.co_firstlineno + 1}) depend" in found.meaning
 
 
-@pytest.mark.parametrize("kind", rare(SOUND))
+@pytest.mark.long
+@pytest.mark.parametrize("kind", SOUND)
 def test_sound_noise_agrees(checked, kind):
-    layouts = ["rows"] if kind in QUICK else ["rows", "tokens", "fsdp", "tensor", "accum", "virtual"]
+    layouts = ["rows", "tokens", "fsdp", "tensor", "accum", "virtual"]
     report = of_kind(checked, kind, *layouts)
     assert report.agree, report.results
     assert {result.layout for result in report.results if result.status == "agrees"} == set(layouts)

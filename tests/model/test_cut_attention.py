@@ -103,7 +103,9 @@ def test_every_device_has_as_many_keys_to_look_at(devices, length):
         pytest.param(
             3, 1, 1, 760, 1, 200, True, {(256, 256, True, True), (256, 256, False, True)}, marks=pytest.mark.long
         ),  # the neighbours of a window
-        (3, 1, 1, 760, 1, 700, False, {(128, 128, True, True), (128, 128, False, True)}),  # a window nearly of the row
+        pytest.param(
+            3, 1, 1, 760, 1, 700, False, {(128, 128, True, True), (128, 128, False, True)}, marks=pytest.mark.long
+        ),  # a window nearly of the row
         pytest.param(
             4, 2, 1, 1024, 2, None, True, {(256, 256, True, True), (256, 256, False, True)}, marks=pytest.mark.long
         ),  # and heads over "tensor"

@@ -43,11 +43,11 @@ def computed(batch, **fields):
     ("fields", "packed"),
     [
         (EXPERTS | LATENT | {"gradient_checkpointing": True, "scan_layers": True}, True),
-        (ADAPTERS | LEARNED | {"sliding_window": True, "context_window": 9, "num_blocks": 1}, False),
         *(
             pytest.param(*one, marks=pytest.mark.long)
             for one in (
                 ({}, False),
+                (ADAPTERS | LEARNED | {"sliding_window": True, "context_window": 9, "num_blocks": 1}, False),
                 (LEARNED, False),
                 ({"pos_encoding": "absolute", "qk_norm": "head", "no_sink": True}, True),
                 ({"dropout_rate": 0.3, "gradient_checkpointing": True, "scan_layers": True}, True),

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from models import transformer
 from states import init_state
 
 from roxxel_dist.cluster import parameter_sharding
@@ -97,10 +98,7 @@ def test_what_does_not_divide(shape, axes, fsdp, spec):
 
 
 def losses_and_gradients(fields, mesh, *, fsdp):
-    config = ModelConfig(**SMALL | fields)
-    parts, state, settings = init_state(
-        lambda: Transformer(config, nnx.Rngs(params=0, dropout=1)), lambda params: {}, mesh, fsdp=fsdp
-    )
+    parts, state, settings = init_state(transformer(**SMALL | fields), lambda params: {}, mesh, fsdp=fsdp)
     batch = jax.device_put(np.random.default_rng(0).integers(0, 64, (8, 17), np.int32), batch_sharding(mesh))
 
     def loss(params):
@@ -146,11 +144,8 @@ def test_activations_are_exchanged_as_seldom_as_can_be(monkeypatch):
     Those of the parameters' gradients over "data" are not counted: they are not of [rows, tokens, dim].
     """
     monkeypatch.setattr(parameter_sharding, "FSDP_MIN_SIZE", 1)
-    config = ModelConfig(**SMALL | {"num_blocks": 2, "weight_tying": False})
-    mesh = make_mesh(4, tensor=2)
-    parts, state, settings = init_state(
-        lambda: Transformer(config, nnx.Rngs(params=0)), lambda params: {}, mesh, fsdp=False
-    )
+    mesh, model = make_mesh(4, tensor=2), transformer(**SMALL | {"num_blocks": 2, "weight_tying": False})
+    parts, state, settings = init_state(model, lambda params: {}, mesh, fsdp=False)
     rows = jax.ShapeDtypeStruct((8, 17), np.int32, sharding=batch_sharding(mesh))
 
     def loss(params, x_BxLxD, tokens):

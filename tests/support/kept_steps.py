@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
+from roxxel_dist.run import experiment
 from roxxel_dist.train import steps
 from roxxel_dist.train.step import state
+from roxxel_dist.weights import load
 
-PLACES = ((steps, ("make_step", "make_eval_step")), (state, ("trace_module", "_init_programs")))
+PLACES = (
+    (steps, ("make_step", "make_eval_step")),
+    (state, ("trace_module", "_init_programs")),
+    (load, ("trace_module",)),
+)
 """The modules and the functions whose results are kept."""
 MOST = 50
 """Results of a function that are kept."""
@@ -67,3 +73,11 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No programs that are kept: for a test that counts what is traced or compiled."""
     for module, name, function in KEPT:
         monkeypatch.setattr(module, name, function.function)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_curve() -> Iterator[None]:
+    """No picture of the losses at the end of each run, which takes a tenth of a second: those who ask look at one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiment, "draw_curve", lambda run: "")
+        yield

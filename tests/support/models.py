@@ -1,7 +1,8 @@
 """Models for tests, made without a program: initializers would compile one for each shape, a second a model."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import jax
@@ -18,8 +19,13 @@ M = TypeVar("M", bound=nnx.Module)
 def transformer(**fields: Any) -> Transformer:
     """A Transformer of these fields of `ModelConfig`, of `with_numbers`."""
     config = ModelConfig(**fields)
-    scalars = {"alpha_balance": config.alpha_balance, "rate": config.dropout_rate}
-    return with_numbers(lambda: Transformer(config, nnx.Rngs(params=0, dropout=1)), **scalars)
+    return _of_numbers(_transformer(config), 0, {"alpha_balance": config.alpha_balance, "rate": config.dropout_rate})
+
+
+@cache
+def _transformer(config: ModelConfig) -> Any:
+    """Its parts, which are only read; a trace takes longer than all of its numbers."""
+    return _parts(lambda: Transformer(config, nnx.Rngs(params=0, dropout=1)))
 
 
 def with_numbers(make: Callable[[], M], seed: int = 0, **scalars: float) -> M:
@@ -28,7 +34,15 @@ def with_numbers(make: Callable[[], M], seed: int = 0, **scalars: float) -> M:
     Those of norms are about 1, those of matrices of the size that keeps what they are multiplied with. `scalars` are
     the values of its `DynamicScalar`s. All else that is no key of a random stream is 0.
     """
-    graphdef, params, hparams, rest = nnx.split(nnx.eval_shape(make), nnx.Param, DynamicScalar, ...)
+    return _of_numbers(_parts(make), seed, scalars)
+
+
+def _parts(make: Callable[[], nnx.Module]) -> Any:
+    return nnx.split(nnx.eval_shape(make), nnx.Param, DynamicScalar, ...)
+
+
+def _of_numbers(parts: Any, seed: int, scalars: Mapping[str, float]) -> Any:
+    graphdef, params, hparams, rest = parts
 
     def scalar(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

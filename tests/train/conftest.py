@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from corpora import write_corpus
-from kept_steps import fresh, kept  # noqa: F401  (of the tests here)
+from kept_steps import fresh, kept, no_curve  # noqa: F401  (of the tests here)
 from runs import train
 
 from roxxel_dist import Roxxel

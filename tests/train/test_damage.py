@@ -44,7 +44,7 @@ def check_resumed(corpus, finished_run, tmp_path, kind, seed, newest=1):
     shutil.rmtree(run)
 
 
-QUICK = ("flip", "missing file")
+QUICK = ("flip",)
 
 
 @pytest.mark.parametrize(

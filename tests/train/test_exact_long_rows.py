@@ -66,6 +66,7 @@ GATE = {"fields": DROPOUT | {"no_sink": True, "num_blocks": 1}, "shapes": [[1, 3
 GATE |= {"packed": True, "validate": False}
 
 
+@pytest.mark.long
 def test_one_hash_of_bf16_with_dropout_and_documents_on_1_and_2_devices():
     """On two devices each adds the sums of two shards, and they add those."""
     options = GATE | {"dtype": jnp.bfloat16, "optimizer": as_optimizer(optax.sgd(1.0))}
@@ -127,11 +128,15 @@ MORE += [(name, shape, packed) for name in FEATURES for shape in ((1, 100), (4, 
     ("name", "shape", "packed"), [CASE, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
 )
 def test_gradients_are_those_of_dense_attention_in_float64(name, shape, packed):
+    """And on two devices, each of which adds the sums of two shards, the bits of one."""
     fields = FEATURES[name] | {"alpha_balance": 0.0}  # the balance of experts is that of each shard
     start = transformer(**SMALL | fields)
     loss, gradients = loss_and_gradient(start, shape, packed=packed)
     options = {"steps": 1, "optimizer": as_optimizer(optax.sgd(1.0)), "validate": False}
-    [(found, rows)], params, _ = trained(2, fields, [shape], shards=SHARDS // 2, packed=packed, model=start, **options)
+    options |= {"shards": SHARDS // 2, "packed": packed, "model": start}
+    one, two = (trained(devices, fields, [shape], **options) for devices in (1, 2))
+    assert hash_of(one) == hash_of(two)
+    [(found, rows)], params, _ = two
     assert found["loss"] + found.get("balance_loss", 0.0) == pytest.approx(loss, rel=1e-6)
     assert len(rows) == shape[0]
     before = {

@@ -20,7 +20,7 @@ from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.experts import moe
 from roxxel_dist.model.experts.moe import MixtureOfExperts
-from roxxel_dist.model.generate import Sampling, generate_rows, stream
+from roxxel_dist.model.generate import Sampling, generate_rows
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.exact.layout import check_shapes
@@ -88,7 +88,12 @@ def training(mesh, fields, *, rows=16, packed=False, fsdp=False, grad_accum=1, o
 def trained(mesh, fields, steps, *, changed=0.0, **options):
     """(loss, balance loss and norm of the gradient of each step, its choices of each expert); `changed` parameters
     begin at so many times 1 + that."""
-    (step, state, hparams, batch_of), found, loads = training(mesh, fields, **options), [], []
+    return ran(training(mesh, fields, **options), steps, changed=changed)
+
+
+def ran(made, steps, *, changed=0.0):
+    """The same of what `training` gives."""
+    (step, state, hparams, batch_of), found, loads = made, [], []
     if changed:
         params = {name: jax.device_put(leaf * (1 + changed), leaf.sharding) for name, leaf in state.params.items()}
         state = state._replace(params=params)
@@ -107,7 +112,7 @@ def alone(name, steps):
 
 
 def cases():
-    quick = {("plain", 8, 8), ("long rows", 8, 4), ("adapters of experts", 4, 2), ("capacity", 8, 4)}
+    quick = {("capacity, long rows", 8, 4)}
     for name in FEATURES:
         for devices, experts in ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)):
             if FEATURES[name][1].get("tensor", 1) * experts <= devices and FEATURES[name][1].get("rows", 16) >= experts:
@@ -122,8 +127,12 @@ def test_losses_are_those_of_one_device(name, devices, experts, request):
     steps = 30 if request.node.get_closest_marker("long") else 3
     found, _ = trained(make_mesh(devices, expert=experts, **axes), fields, steps, **options)
     rtol = 1e-6 if axes["tensor"] == 1 else 2e-6  # sums in two parts are off by as much with all experts on each device
-    np.testing.assert_allclose(found[:, :2], alone(name, steps)[:, :2], rtol=rtol)
-    np.testing.assert_allclose(found, alone(name, steps), rtol=2e-5)
+    assert_those_of_one_device(found, alone(name, steps), rtol)
+
+
+def assert_those_of_one_device(found, expected, rtol):
+    np.testing.assert_allclose(found[:, :2], expected[:, :2], rtol=rtol)
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
 @pytest.mark.long
@@ -148,8 +157,10 @@ def test_a_token_between_two_experts_moves_a_run_of_one_device_as_far():
 
 
 def test_each_device_has_its_experts_and_no_other_is_sent():
-    """Neither parameters nor moments, in a step with micro-batches either; what is sent are the tokens."""
-    step, state, *_ = training(make_mesh(8, expert=8), {"n_experts": 16, "top_k_mlp": 2}, grad_accum=2)
+    """Neither parameters nor moments, in a step with micro-batches either; what is sent are the tokens. The losses are
+    those of one device.
+    """
+    step, state, *_ = made = training(make_mesh(8, expert=8), {}, grad_accum=2)
     of_experts = [
         leaf for path, leaf in jax.tree.leaves_with_path(state) if "feedforward" in (name := str(path)) and
         ("gate_up" in name or "down" in name)
@@ -161,6 +172,7 @@ def test_each_device_has_its_experts_and_no_other_is_sent():
     cost = program_cost(step.as_text(), [0] * 8)
     assert cost.collectives["all-to-all"] > 0
     assert max(cost.gathered.values(), default=0) < 1 << 16, "no matrices of experts"
+    assert_those_of_one_device(ran(made, 3)[0], alone("accumulation", 3), 1e-6)
 
 
 @pytest.mark.long
@@ -235,10 +247,6 @@ def test_text_of_a_model_whose_experts_are_divided(axes):
     expected = generate_rows(model, prompts, 12, **options)
     assert generate_rows(divided, prompts, 12, **options) == expected
     assert len({tuple(row) for row in expected}) == 3
-    assert (
-        list(stream(divided, prompts[1], 5, max_context=256, sampling=Sampling(temperature=0.9), seed=2))
-        == (expected[1][:5])
-    )
 
 
 def test_a_few_tokens_do_not_gather_the_experts(monkeypatch):

@@ -49,7 +49,7 @@ long = pytest.mark.long
         pytest.param((8, 17), 2, {"virtual_shards": 4, "grad_accum": 2}, id="virtual shards", marks=long),
         pytest.param((8, 17), 1, {"loss": next_token_loss}, id="a loss of one number", marks=long),
         pytest.param((8, 17), 4, {"expert": 4, "grad_accum": 2}, id="divided experts", marks=long),
-        pytest.param((2, 49), 1, {"virtual_shards": 4, "loss": next_token_loss}, id="cut, one number"),
+        pytest.param((2, 49), 1, {"virtual_shards": 4, "loss": next_token_loss}, id="cut, one number", marks=long),
     ],
 )
 def test_the_load_is_that_of_all_tokens_of_a_step(shape, devices, options):

@@ -81,7 +81,7 @@ def collectives_in_loops(text):
         pytest.param({"fsdp": 8}, False, {}, id="fsdp", marks=pytest.mark.long),
         pytest.param({"fsdp": 4}, True, {"z_loss": 1e-3}, id="copies of fsdp, packed"),
         pytest.param({"fsdp": 4}, True, {"loss_fn": next_token_loss}, id="one number", marks=pytest.mark.long),
-        pytest.param({}, False, {"fsdp": False, "scan_layers": True}, id="data"),
+        pytest.param({}, False, {"fsdp": False, "scan_layers": True}, id="data", marks=pytest.mark.long),
         pytest.param({"fsdp": 4, "tensor": 2}, False, CHUNKS, id="tensor", marks=pytest.mark.long),
         pytest.param({"fsdp": 8}, False, {"dtype": jnp.bfloat16}, id="bfloat16", marks=pytest.mark.long),
         pytest.param({"fsdp": 8}, True, EXPERTS | {"dropout_rate": 0.2}, id="experts, dropout"),

@@ -174,7 +174,8 @@ def test_lengths_that_devices_do_not_divide(devices, shape, packed):
     np.testing.assert_allclose(found, losses(make_mesh(1), fields, shape, 2, packed=packed), rtol=1e-5)
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("packed", [False, True])
 def test_the_validation_of_a_long_row_is_that_of_one_device(packed):
     """Neither the devices nor what each has of the tokens are in its losses and its weight."""
     found = []

@@ -54,6 +54,7 @@ def listed(title):
     return set(re.findall(r"^\| `([\w/]+\.py)` \|", text, re.MULTILINE))
 
 
+@pytest.mark.long
 def test_the_readme_lists_the_files_that_a_step_crosses(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "SHOW_EVERY_S", 0)  # else the bar moves now and then
     seldom = {"log_every": 20, "eval_every": 100, "checkpoint_every": 100, "val_fraction": 0.0}

@@ -203,6 +203,7 @@ def test_leaves_share_no_memory():
     assert float(matrix.sum()) == 16
 
 
+@pytest.mark.long
 def test_training_cut_is_training_whole():
     """With one compiled step, which refuses a state that lies otherwise than the first."""
     losses = []

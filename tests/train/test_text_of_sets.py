@@ -144,9 +144,11 @@ def tokenizer(request, tmp_path_factory):
 
 
 def counted(data):
-    """What the counter of a validation counts of all tokens in one row, behind an end-of-text."""
+    """What the counter of a validation counts of all tokens in one row, behind an end-of-text and before others: rows
+    of one length, for which a tokenizer's counter is compiled once."""
     text = TextOfSets.of_sets({"v": data}, data, known=True)
-    row = np.concatenate([[text.end], *(shard.tokens for shard in data.shards)]).astype(np.int32)[None]
+    tokens = np.concatenate([[text.end], *(shard.tokens for shard in data.shards)]).astype(np.int32)
+    row = np.pad(tokens, (0, 512 - len(tokens)), constant_values=text.end)[None]
     return float(text.counters()["v"](row)), text.end
 
 
@@ -154,8 +156,7 @@ def counted(data):
 def test_the_bytes_of_a_text_are_its_own(tokenizer, tmp_path, name):
     (tmp_path / "a.txt").write_text(TEXTS[name])
     with build(tmp_path / "a.txt", tmp_path / "out", tokenizer=tokenizer, progress=False) as data:
-        assert counted(data)[0] == pytest.approx(BYTES[name], rel=1e-6)
-        assert counted(data)[1] == data.tokenizer.eos_id
+        assert counted(data) == (pytest.approx(BYTES[name], rel=1e-6), data.tokenizer.eos_id)
         assert len(TEXTS[name].encode()) == BYTES[name]
 
 

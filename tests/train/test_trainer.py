@@ -6,11 +6,10 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from own_model import Attending
-from runs import PHASES, losses, make, model, module, rows, stop_after, train
+from runs import ADAM, PHASES, losses, make, model, module, rows, stop_after, train
 
 from roxxel_dist import Checkpointer, Curriculum, Logger, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
@@ -116,7 +115,7 @@ def test_a_curriculum_may_end_in_one_long_row(corpus, tmp_path):
 def test_the_model_and_the_optimizer_that_it_was_given_are_the_trained_ones(corpus, tmp_path, monkeypatch, stopped):
     net = module(dropout_rate=0.1)
     before = np.array(net.embedding.embedding[...])
-    optimizer = nnx.Optimizer(net, optax.adam(3e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(net, ADAM, wrt=nnx.Param)
     if stopped:
         stop_after(monkeypatch, 3)
     made = train(corpus, tmp_path, model=net, optimizer=optimizer)
@@ -191,7 +190,7 @@ def test_blends_train(corpus, tmp_path):
     curriculum = Curriculum(corpus, phases, {"other": other})
     with other:
         options = {"mesh": make_mesh(2), "log_every": 1, "val_fraction": 0.0}
-        made = Trainer(model, optax.adam(3e-2), curriculum, next_token_loss, tmp_path / "run", **options)
+        made = Trainer(model, ADAM, curriculum, next_token_loss, tmp_path / "run", **options)
         made.run()
         made.close()
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 9))
@@ -222,7 +221,7 @@ def test_the_meter_leaves_out_pauses(monkeypatch):
 
 def test_a_logger_and_a_checkpointer_of_ones_own(corpus, tmp_path, capfd):
     net = module()
-    optimizer = nnx.Optimizer(net, optax.adam(3e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(net, ADAM, wrt=nnx.Param)
     logger = Logger(tmp_path / "mine", "my")
     checkpointer = Checkpointer(tmp_path / "kept", net, optimizer, max_to_keep=1)
     made = train(corpus, tmp_path / "run", model=net, optimizer=optimizer, logger=logger, checkpointer=checkpointer)
@@ -239,7 +238,7 @@ def test_a_logger_and_a_checkpointer_of_ones_own(corpus, tmp_path, capfd):
         checkpointer.save(14)
     # Restored by a user's own program.
     again = module()
-    other = nnx.Optimizer(again, optax.adam(3e-2), wrt=nnx.Param)
+    other = nnx.Optimizer(again, ADAM, wrt=nnx.Param)
     with Checkpointer(tmp_path / "kept", again, other) as reader:
         assert reader.restore() == 13
     for mine, theirs in ((again, net), (other.opt_state, optimizer.opt_state)):
