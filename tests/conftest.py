@@ -44,7 +44,7 @@ from xdist.scheduler import LoadGroupScheduling
 from roxxel_dist.data.dataset import Roxxel
 
 gc.disable()  # nothing to find in what is imported and collected: it took a third of the time until the first test
-gc.set_threshold(10_000, 10, 10)  # a trace of jax makes many objects, which stay
+gc.set_threshold(50_000, 20, 10)  # a trace of jax makes many objects, which stay
 jax.config.update("jax_num_cpu_devices", 8)
 # Of each property `make test` tries a few examples, always the same, and `make test-long` many.
 settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
