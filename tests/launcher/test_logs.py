@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output import logs
@@ -20,7 +21,7 @@ def cut(data: bytes, sizes: list[int]) -> list[str]:
     return [*out, *lines.feed(data), *lines.close()] if data else [*out, *lines.close()]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("data", "expected"),
     [
         (b"a\nb\n", ["a", "b"]),

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from commands import FAST
 from hosts import CONTROLLER, ROOT, Cluster
+from tables import one_test
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.job.limits import Limits
@@ -33,7 +34,7 @@ def ended(*codes: int, killed: bool = False, **more: Any) -> AttemptResult:
     return AttemptResult(exits=ends, host_change=WORDS, **more)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("result", "cause", "code"),
     [
         (ended(42, 42), Cause.PREEMPTED, 42),
