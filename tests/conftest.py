@@ -44,7 +44,7 @@ from xdist.scheduler import LoadGroupScheduling
 from roxxel_dist.data.dataset import Roxxel
 
 gc.disable()  # nothing to find in what is imported and collected: it took a third of the time until the first test
-gc.set_threshold(10_000, 10, 10)  # a trace of jax makes many objects, which stay
+gc.set_threshold(50_000, 20, 10)  # a trace of jax makes many objects, which stay
 jax.config.update("jax_num_cpu_devices", 8)
 # Of each property `make test` tries a few examples, always the same, and `make test-long` many.
 settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
@@ -66,18 +66,39 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
 
 
+class InTurn(pytest.Dir):
+    """A folder of which each worker imports other files first.
+
+    In a fresh clone, assertions are rewritten where a file is imported first: workers in step with one another would
+    each do all of that.
+    """
+
+    def collect(self):
+        found = list(super().collect())
+        begin = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) * len(found)
+        begin //= int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        return found[begin:] + found[:begin]
+
+
+def pytest_collect_directory(path, parent):
+    return InTurn.from_parent(parent, path=path) if "PYTEST_XDIST_WORKER" in os.environ else None
+
+
 def pytest_collection_finish():
     gc.enable()
     gc.freeze()  # a million objects that stay
 
 
 def pytest_collection_modifyitems(items):
-    """Files with tests that are given more time come first, so that no worker is left alone with a long one."""
+    """Files with tests that are given more time come first, so that no worker is left alone with a long one.
+
+    Behind them the order is that of paths, the same for all workers.
+    """
     limits = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
         limits[item.path] = max(limits.get(item.path, 0), mark.args[0] if mark else 0)
-    items.sort(key=lambda item: -limits[item.path])
+    items.sort(key=lambda item: (-limits[item.path], item.path))
 
 
 @pytest.fixture(scope="session", autouse=True)

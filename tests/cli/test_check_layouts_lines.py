@@ -1,6 +1,7 @@
 """The lines of check-layouts: what is most wrong comes first, and a ratio shows that it is not 1."""
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.cli.audit import _lines
 from roxxel_dist.layouts.check import LayoutResult
@@ -34,7 +35,7 @@ def test_the_gradient_that_is_most_wrong_comes_first(shares, order):
     assert len(order) == 1 or ", ".join(order[1:]) in found[2]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("ratio", "shown"),
     [
         (8.0, "8 x"),

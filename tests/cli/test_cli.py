@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from commands import command, environment, make_corpus, run
+from tables import one_test
 
 from roxxel_dist.cli import main
 
@@ -119,7 +120,7 @@ IN_PROCESSES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=named)
+@one_test(("words", "message"), MISTAKES)
 def test_a_mistake_is_one_message_and_code_2(work, words, message, monkeypatch, capfd):
     monkeypatch.chdir(work)
     check(work, message, *said(capfd, *words))

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 from command_lines import OPTION, SPAN, command_lines, complaint, is_option, listed_commands, problem
 from reader import ROOT
+from tables import one_test
 
 from roxxel_dist import Roxxel
 from roxxel_dist.checkpoint.metadata import ResumeSpec
@@ -26,7 +27,7 @@ TEXTS = [
 TEXTS = [path for path in TEXTS if path.suffix not in (".png", ".svg", ".pyc")]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("words", "wrong"),
     [
         ("train --data_path x --lr 3e-4", ""),
@@ -211,7 +212,7 @@ def test_code_in_a_message_stays_code(is_terminal, tmp_path):
     assert "`roxxel-dist data build TEXT --out DIR --overwrite`" in str(error.value)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("call", "python", "terminal"),
     [
         (lambda: smallest_dtype(0), "vocab_size=0: the", "--vocab_size 0: the"),

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 from command_lines import PATHS, flags
 from commands import run
+from tables import one_test
 
 from roxxel_dist.cli import COMMANDS
 from roxxel_dist.launcher.backends import BACKENDS
@@ -51,7 +52,7 @@ def test_files_and_folders(script, tmp_path, monkeypatch):
     assert offered(script, "train", "--dim", "") == []
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if path[0] not in ("eval", "sweep", "find-lr")], ids=" ".join)
+@one_test("path", [path for path in PATHS if path[0] not in ("eval", "sweep", "find-lr")])
 def test_every_choice_that_the_parser_takes_is_offered(script, path):
     found = {name: flag for name, flag in flags(path).items() if flag.choices and not flag.is_positional}
     dashes = path[0] in ("launch", "doctor")

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 from commands import run
+from tables import one_test
 
 from roxxel_dist.cli import main
 
@@ -83,7 +84,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(map(str, words)) for words, _ in MISTAKES])
+@one_test(("words", "message"), MISTAKES)
 def test_a_mistake_is_a_message_and_code_2(tmp_path, monkeypatch, capfd, words, message):
     monkeypatch.chdir(tmp_path)
     try:

@@ -2,6 +2,7 @@
 
 import fuzz
 import pytest
+from tables import one_test
 
 import roxxel_dist.run.experiment  # noqa: F401  (a command would import it, which takes seconds)
 
@@ -49,7 +50,7 @@ def test_every_option_with_every_value(path):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("words", "named"),
     [
         (["train", "--fsdp", "maybe"], "--fsdp maybe: must be True or False"),

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from command_lines import PATHS
+from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.settings.config import FIELD_TYPES
@@ -18,7 +19,7 @@ def helped(capsys, *words):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+@one_test("path", PATHS)
 def test_it_is_readable(path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = helped(capsys, *path)
@@ -39,7 +40,7 @@ def test_train_has_every_field_once_and_in_a_section(capsys):
         assert len(re.findall(rf"^  --{name}\b", text, re.MULTILINE)) == 1, name
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("words", "usage"),
     [
         (["compare"], "compare RUN RUN [OPTIONS]"),

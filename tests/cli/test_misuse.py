@@ -4,6 +4,7 @@ import os
 import re
 
 import pytest
+from tables import one_test
 
 from roxxel_dist import Config, Curriculum
 from roxxel_dist.cli import main
@@ -42,7 +43,7 @@ def folder(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("words", "message"),
     [
         (["train", "--config", "open.yaml"], "open.yaml: not valid YAML: line 3, column 1: expected"),
@@ -137,7 +138,6 @@ def folder(tmp_path_factory):
         (["generate", "runs/first"], "If it is a run, train it until a checkpoint is saved. If it is an export"),
         (["generate", "studies/one"], "studies/one is a study: name the run of a trial, such as studies/one/trials/0"),
     ],
-    ids=lambda words: " ".join(words).replace(LONG, "LONG")[-60:] if isinstance(words, list) else "",
 )  # fmt: skip
 def test_one_line_and_code_2(words, message, folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)

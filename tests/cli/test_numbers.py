@@ -7,6 +7,7 @@ import typing
 from pathlib import Path
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.cli import BACKENDS, COMMANDS, DATA, main
 from roxxel_dist.cli.flags import flags_of
@@ -46,7 +47,7 @@ def launch_options() -> list[tuple[str, str]]:
     return [(name, option) for name, kind in kinds.items() for option in numbers(kind)]
 
 
-@pytest.mark.parametrize(("backend", "option"), launch_options(), ids=str)
+@one_test(("backend", "option"), launch_options())
 def test_a_number_of_a_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], backend: str, option: str
 ) -> None:
@@ -82,7 +83,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(words[:9]) for words, _ in MISTAKES])
+@one_test(("words", "message"), MISTAKES)
 def test_a_number_without_a_sense(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
@@ -117,7 +118,7 @@ def test_every_time_limit_has_an_end(capfd: pytest.CaptureFixture[str]) -> None:
 WHOLE = [name for name, hint in FIELD_TYPES.items() if set(typing.get_args(hint) or (hint,)) <= {int, type(None)}]
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@one_test("name", WHOLE)
 def test_a_whole_number_of_a_config(name: str) -> None:
     for value in (MOST_WHOLE + 1, 10**20, -(10**20)):
         with pytest.raises(UserError, match=str(value)):  # by a rule of its own, or by the ceiling of all

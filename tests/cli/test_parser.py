@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import ConfigArgs, TrainArgs, parse_config
@@ -84,7 +85,7 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES)
+@one_test("line", LINES)
 def test_words_become_values(line: str) -> None:
     assert parse(Args, shlex.split(line), "x") == Args(**LINES[line])  # pyright: ignore[reportArgumentType]
 
@@ -110,7 +111,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("line", [line for line in WRONG if line != "--go maybe"])
+@one_test("line", [line for line in WRONG if line != "--go maybe"])
 def test_slips_are_named(line: str) -> None:
     with pytest.raises(UserError) as refused:
         parse(Args, shlex.split(line), "x")
@@ -180,7 +181,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("line", FIELDS)
+@one_test("line", FIELDS)
 def test_fields_of_a_config(line: str) -> None:
     args, config = parse_config(TrainArgs, shlex.split(line), "train")
     assert args.data_path is None
@@ -217,7 +218,7 @@ def test_any_words_are_arguments_or_a_message(line: tuple[type, list[str]]) -> N
         assert isinstance(parse(kind, words, "launch"), kind)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("name", "line"),
     [
         ("local", "--nprocs 2 --devices-per-proc 4 --grace 5 --all-ranks"),

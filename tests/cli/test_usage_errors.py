@@ -7,6 +7,7 @@ import os
 import jax
 import optax
 import pytest
+from tables import one_test
 
 from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
@@ -57,7 +58,7 @@ def checked():
     raise UserError("a value breaks its rule")
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("act", "refused"),
     [
         (lambda: Phase(steps=-1), True),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from jax.sharding import PartitionSpec as P
+from tables import one_test
 
 from roxxel_dist.cluster import determinism, distributed, preemption
 from roxxel_dist.cluster.mesh import make_mesh, num_devices, replicate, shard_batch
@@ -231,7 +232,7 @@ def test_what_decides_bits_with_virtual_shards_knows_the_kinds_of_devices_not_th
     assert on_gpu["xla_flags"] == "--xla_gpu_deterministic_ops=true --xla_other=1"
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("platform", "flags", "threads", "told"),
     [
         ("cpu", "--xla_b=2 --xla_a=1", 16, []),  # in another order

@@ -3,12 +3,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tables import one_test
 
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.cluster.parameter_sharding import fsdp_spec, parameter_sharding
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("shape", "spec"),
     [
         ((256, 256), P("data")),

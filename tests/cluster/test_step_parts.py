@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
+from tables import one_test
 
 from roxxel_dist.cluster.step_parts import part_of
 from roxxel_dist.devices.program_cost import program_cost
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("paths", "part"),
     [
         (["jit(step)/jvp(mlp)/dot_general"], "mlp"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import DEPRECATED, command, environment
+from tables import one_test
 
 from roxxel_dist.cli import COMPUTE
 from roxxel_dist.cluster.versions import OLDEST, check_versions, number, text, why_not
@@ -17,7 +18,7 @@ from roxxel_dist.cluster.versions import OLDEST, check_versions, number, text, w
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("jax", "flax"),
     [
         *((jax, "0.12.8") for jax in ("0.10.0", "0.10.2", "0.11.0")),
@@ -31,7 +32,7 @@ def test_what_works_is_not_refused(jax, flax):
     assert why_not({"jax": jax, "jaxlib": jax, "flax": flax, "jax-cuda12-plugin": jax}) is None
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("installed", "said", "line"),
     [
         ({"jax": "0.11.1", "flax": "0.12.8"}, "needs 0.12.9 or newer", "pip install 'flax>=0.12.9'"),

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import tokenizers
+from tables import one_test
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from roxxel_dist.corpus import encode
@@ -163,7 +164,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@one_test("name", CASES)
 def test_which_tokenizers_keep_every_text(name):
     made, is_lossless = CASES[name]
     tokenizer = made()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tables import one_test
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.devices.hlo import _instruction
@@ -27,7 +28,7 @@ A, B = "%a = f32[8,16]{1,0} parameter(0)", "%b = f32[16,4]{1,0} parameter(1)"
 DOT = "%d = f32[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("lines", "flops"),
     [
         ((A, B, f"ROOT {DOT}"), 2 * 8 * 16 * 4),
@@ -96,7 +97,7 @@ LOOP = """%body (s: (s32[], f32[8,16], f32[16,4])) -> (s32[], f32[8,16], f32[16,
 """.replace("DOT", DOT)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("condition", "step", "known", "trips", "is_open"),
     [
         ("ROOT %lt = pred[] compare(%i, %n), direction=LT", 1, "", 5, False),
@@ -123,7 +124,7 @@ def test_what_is_in_a_loop_counts_as_often_as_it_runs(condition, step, known, tr
     assert (found.flops, found.has_open_loops) == (trips * 2 * 8 * 16 * 4, is_open)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("text", "groups"),
     [
         ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
@@ -330,7 +331,7 @@ def _shard_map_of(devices):
     return jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P("rows"), P()), out_specs=P("rows"))
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("program", "flops"),
     [
         (lambda a: a @ a.T, 2 * 8 * 8 * 16),

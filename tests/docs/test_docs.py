@@ -16,6 +16,7 @@ import yaml
 from browser import CHROMIUM, Browser
 from pages import RUN_BY, left_out
 from reader import ROOT, blocks
+from tables import one_test
 
 import roxxel_dist
 from roxxel_dist import lora, sharding
@@ -81,7 +82,7 @@ def test_the_generated_pages_are_whole(site):
     assert "<!-- generated" not in "".join(page.read_text() for page in made)
 
 
-@pytest.mark.parametrize("word", ["hang", "OOM", "preempt", "resume", "NaN", "early stopping", "mixture"])
+@one_test("word", ["hang", "OOM", "preempt", "resume", "NaN", "early stopping", "mixture"])
 def test_a_search_finds_what_people_look_for(site, word):
     found = re.compile(rf"\b{word}", re.IGNORECASE)
     items = json.loads((site / "search.json").read_text())["items"]
@@ -194,7 +195,7 @@ def test_every_picture_has_a_text_for_who_does_not_see_it():
         assert len(pictures) == len(re.findall(r"!\[|<img ", page.read_text())), page
 
 
-@pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+@one_test("page", pages)
 def test_every_block_is_of_a_language_and_read_by_a_test(page):
     name, outside = str(page.relative_to(ROOT)), page.read_text()
     for block in blocks(page):
@@ -213,7 +214,7 @@ def test_every_block_is_of_a_language_and_read_by_a_test(page):
     assert not re.search(r"^ {4,}(?:roxxel-dist|python3?|import|from \w+ import) ", outside, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("module", sorted(set(RUN_BY.values())))
+@one_test("module", sorted(set(RUN_BY.values())))
 def test_the_modules_that_follow_pages_follow_them(module):
     source = Path(__file__).with_name(module).read_text()
     for page in (page for page, one in RUN_BY.items() if one == module):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tables import one_test
 
 from roxxel_dist.cli.doctor import DoctorArgs, requirements
 from roxxel_dist.launcher.job.spec import JobSpec, flag, log_dir_for
@@ -113,7 +113,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("check", "level", "change", "words"), CASES)
+@one_test(("check", "level", "change", "words"), CASES)
 def test_one_thing_is_wrong(check: str, level: str, change: Callable[[Hosts], None], words: list[str]) -> None:
     found = [one for one in judge(change) if one.check != "devices" or check == "devices"]
     assert [(one.check, one.level) for one in found] == [(check, level)]
@@ -243,7 +243,7 @@ def compared(*groups: tuple[str, ...]) -> CheckResult:
     return CheckResult("error", "versions", hosts, "jax differs", groups)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("result", "trusted", "blamed"),
     [
         (CheckResult("error", "disk", ("b",), "full"), (), {"b"}),

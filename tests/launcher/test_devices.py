@@ -13,6 +13,7 @@ import device_hosts
 import pytest
 from cpu_quota import group, missing
 from device_hosts import SLOW_CPUS, DeviceHosts, check
+from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.launcher.backends.exec import ExecBackend
@@ -168,7 +169,7 @@ JUDGED: dict[str, tuple[dict[str, Measured], list[tuple[str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", JUDGED)
+@one_test("case", JUDGED)
 def test_slow_against_the_median_of_the_others(case: str) -> None:
     hosts, expected = JUDGED[case]
     found = [result for results in slow_devices(list(hosts), hosts).values() for result in results]
@@ -211,7 +212,7 @@ MEASURED_AGAIN = {
 }
 
 
-@pytest.mark.parametrize("case", MEASURED_AGAIN)
+@one_test("case", MEASURED_AGAIN)
 def test_a_host_that_looks_slow_is_measured_again_with_the_others(case: str) -> None:
     (a, b, c), named = MEASURED_AGAIN[case]
     checks = DeviceChecks(mode="on", command=None, pending={*"abc"})

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.launcher.job.placement import (
     assignments,
@@ -60,7 +61,7 @@ def test_secrets_are_not_shown() -> None:
     assert shown["A"] == "INFO"
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("words", "shown"),
     [
         ("train --lr 1 --tokenizer bpe", "train --lr 1 --tokenizer bpe"),
@@ -102,7 +103,7 @@ def test_a_line_for_a_shell() -> None:
     assert shell_line({"B": "x y", "A_KEY": "s"}, ["p", "a b", "$c"]) == "env 'A_KEY=***' 'B=x y' p 'a b' '$c'"
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("given", "direct_to"),
     [
         ({}, None),

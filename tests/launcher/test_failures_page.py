@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.launcher.policy.outcome import AttemptResult, RankExit
 from roxxel_dist.launcher.policy.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED, Cause, classify
@@ -80,7 +81,7 @@ def test_a_row_has_all_its_cells_and_a_person_reads_what_follows() -> None:
 HOWTOS = [f"howto/{name}" for name in ("launching", "ssh", "slurm", "ray", "kubernetes")]
 
 
-@pytest.mark.parametrize("page", [*HOWTOS, "concepts/guarantees", "reference/exit-codes"])
+@one_test("page", [*HOWTOS, "concepts/guarantees", "reference/exit-codes"])
 def test_other_pages_link_to_the_table(page: str) -> None:
     assert LINK in (DOCS / f"{page}.md").read_text()
 
@@ -91,7 +92,7 @@ def test_no_other_page_has_a_row_about_the_end_of_a_rank_or_an_agent() -> None:
     assert {page.name: found for page in pages if (found := repeated.findall(page.read_text()))} == {}
 
 
-@pytest.mark.parametrize("row", senders(), ids=lambda row: row[0])
+@one_test("row", senders())
 def test_the_signals_of_a_sender_are_one_request(row: list[str]) -> None:
     """At the times of the page, and late by a second, as on a busy machine."""
     sender, signals, _ = row
@@ -107,9 +108,7 @@ def test_the_signals_of_a_sender_are_one_request(row: list[str]) -> None:
             assert not kills(number, sent[:place], when, batch_job=in_batch_job), (row, number)
 
 
-@pytest.mark.parametrize(
-    "sender", ["systemd", "timeout", "supervisord", "SLURM", "LSF", "PBS", "Kubernetes", "docker", "spot"]
-)
+@one_test("sender", ["systemd", "timeout", "supervisord", "SLURM", "LSF", "PBS", "Kubernetes", "docker", "spot"])
 def test_each_kind_of_sender_has_a_row_with_its_time(sender: str) -> None:
     rows = [row for row in senders() if sender in row[0]]
     assert rows

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.cli.launch import without_program_name
@@ -33,7 +34,7 @@ def test_names_and_addresses_are_hosts(host: str, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["ranks"][0]["host"] == host
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("command", "is_read_as"),
     [
         (["roxxel-dist", "train", "--lr", "1"], ["train", "--lr", "1"]),

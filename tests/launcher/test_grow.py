@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from slurm_desk import OVER, Desk
+from tables import one_test
 
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
 from roxxel_dist.launcher.backends.slurm.grow import GrowJobs, nodes_of, options_from, options_of
@@ -25,7 +26,7 @@ until [ -e end ]; do sleep 0.1; done
 """
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("told", "nodes"),
     [
         ("", {}),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.launcher.agent.ranks import ask_for_stack
 from roxxel_dist.launcher.control.report import environment_report, hang_report
@@ -51,7 +52,7 @@ def test_the_rank_that_is_behind_is_named_when_its_time_is_over() -> None:
     assert hang.seconds == 10.5
 
 
-@pytest.mark.parametrize("activity", sorted(name for name, limit in LIMITS_S.items() if limit < math.inf))
+@one_test("activity", sorted(name for name, limit in LIMITS_S.items() if limit < math.inf))
 def test_what_is_no_step_has_a_limit_of_its_own_and_excuses_the_others(activity: str) -> None:
     hang = looked(watch(at(6), at(5, activity), at(6)), LIMITS_S[activity] + 0.5)
     assert (hang.rank, hang.activity, hang.limit) == (1, activity, LIMITS_S[activity])
@@ -114,7 +115,7 @@ def attempt(times: StepTimes, *steps: tuple[int, float], phase: int = 1) -> Hang
     return one
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("earlier", "now", "limit"),
     [
         ([(1, 0.0), (2, 30.0), (3, 50.0), (4, 70.0), (5, 90.0)], [(5, 0.0)], 300.0),  # the first step compiles
@@ -209,7 +210,7 @@ def test_a_rank_that_does_not_come_to_join_the_others_is_named() -> None:
     assert (hang.rank, hang.tied, hang.activity) == (0, 2, "join")
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("step_timeout", "records", "heard", "now", "stuck"),
     [
         (90, (Record(), Record()), None, 91, 0),  # no rank of a program without steps has printed a line

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.launcher.policy.restart import INFRASTRUCTURE, PREEMPTED
@@ -335,7 +336,7 @@ def test_threads_are_the_same_on_all_nodes(printed: Callable[..., str]) -> None:
         assert env.get("PJRT_NPROC") == threads
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("words", "said"),
     [
         (["--hosts", "0"], "--hosts 0: must be at least 1"),

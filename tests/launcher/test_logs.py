@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pretended import LINEAR, cpu_of, exponent
+from tables import one_test
 
 from roxxel_dist.launcher import output as logs
 from roxxel_dist.launcher.job.spec import JobSpec
@@ -33,7 +34,7 @@ def cut(data: bytes, sizes: list[int]) -> list[str]:
     return [*out, *lines.feed(data), *lines.close()] if data else [*out, *lines.close()]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("data", "expected"),
     [
         (b"a\nb\n", ["a", "b"]),

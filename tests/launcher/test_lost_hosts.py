@@ -18,6 +18,7 @@ import yaml
 from commands import FAST
 from hosts import CONTROLLER, ROOT, Cluster
 from pretended import PretendedJob
+from tables import one_test
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.job.placement import placements
@@ -37,7 +38,7 @@ def ended(*codes: int, killed: bool = False, **more: Any) -> AttemptResult:
     return AttemptResult(exits=ends, host_change=WORDS, **more)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("result", "cause", "code"),
     [
         (ended(42, 42), Cause.PREEMPTED, 42),

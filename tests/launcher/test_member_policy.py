@@ -7,6 +7,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import inbox
@@ -25,7 +26,7 @@ from roxxel_dist.process.platforms import DeviceNeeds
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("wanted", "members", "there", "least", "change"),
     [
         ("ab", "ab", "ab", 1, Change()),
@@ -61,7 +62,7 @@ def test_lists_and_requests_together_say_which_hosts_are_wanted() -> None:
     assert left.with_list(["b"]).with_list(["b", "c"]).hosts == ("a", "b", "c"), "it is in the list anew"
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("events", "joins"),
     [
         ("+0", 0),
@@ -97,7 +98,7 @@ def test_a_host_that_is_asked_for_by_name_is_not_held_back() -> None:
     assert wanted.without({"a", "b", "c"}) == ("a", "c")
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("hosts", "spare", "first", "most", "number"),
     [(3, 0, 3, None, 3), (4, 0, 3, None, 4), (5, 0, 3, 4, 4), (2, 0, 3, None, 2), (4, 1, 3, None, 3),
      (3, 1, 3, None, 3), (2, 1, 3, None, 2), (5, 1, 3, None, 4), (1, 2, 1, None, 1)],

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tables import one_test
 
 from roxxel_dist.launcher.control.report import failure_report, first_words, last_words, late_report
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, exit_code, first_failure, how
@@ -22,7 +22,7 @@ def ends(*codes: int) -> list[RankExit]:
     ]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("codes", "more", "code", "culprit"),
     [
         ((0, 0), {}, 0, None),

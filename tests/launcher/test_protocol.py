@@ -4,6 +4,7 @@ import os
 from contextlib import nullcontext
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.launcher.host.process_tree import GONE
 from roxxel_dist.launcher.host.protocol import Decoder, Outbox, encode, mark
@@ -53,7 +54,7 @@ NOISE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("noise", NOISE)
+@one_test("noise", NOISE)
 def test_what_others_print_before_between_and_beside_messages_is_no_message(noise: bytes) -> None:
     """Start-up files of a shell, their background processes, and clients: JSON with everyday keys too."""
     sent = [{"id": 1, "text": "x"}, {"type": "progress", "records": []}]

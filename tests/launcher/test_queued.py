@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.launcher.backends.local import LocalBackend
@@ -60,7 +61,7 @@ def job(number: str = "5", **changes: Any) -> JobRecord:
     return changed
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("written", "answer", "state", "words"),
     [
         ({}, f"5|{ME}|PENDING|Priority", "queued", "(job 5, Priority)"),

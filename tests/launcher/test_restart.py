@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.launcher.policy.hang import Hang
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit
@@ -43,7 +44,7 @@ HANG = Hang(rank=2, step=7, phase=0, activity="step", seconds=61, limit=60)
 DONE, REQUESTED, PREEMPTED, INFRA, USER = Cause
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("codes", "more", "cause"),
     [
         ((0, 0), {}, DONE),
@@ -118,7 +119,7 @@ IDLE = AttemptSummary(cause=PREEMPTED, code=42, reached=5, counts=True, seconds=
 CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("attempts", "limit", "again", "code", "words"),
     [
         (CRASHES[:1], 3, True, 0, "restart 1 of 3, immediately"),
@@ -221,7 +222,7 @@ def on(host: str, rank: int = 1, step: int = 5, **more: Any) -> AttemptSummary:
     return failure(rank, step, host=host, **more)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("attempts", "spare", "again", "aside"),
     [
         ([on("b")], True, True, ""),
@@ -249,7 +250,7 @@ def test_a_host_whose_ranks_fail_twice_is_set_aside(
     assert (f"without host {aside}, whose ranks failed in 2 attempts" in decision.why) == bool(aside)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("attempt", "before", "nothing"),
     [
         (failure(1, 0, 0), 0, True),
@@ -274,7 +275,7 @@ def test_an_attempt_with_hosts_that_were_back_counts_for_nothing_where_it_came_t
         assert next_action([CRASHES[0], grown, failure(1, 4)], 2).why == "restart 2 of 2, in 0.5 s"
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("code", "again"), [(1, True), (7, True), (128 + signal.SIGFPE, True), (2, False), (126, False), (127, False)]
 )
 def test_a_job_may_be_started_again_after_any_failure(code: int, again: bool) -> None:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.errors import JaxRuntimeError
 from jax.experimental import checkify
+from tables import one_test
 
 from roxxel_dist.launcher.host.worker import is_runtime_failure
 
@@ -55,7 +56,7 @@ def nan():
         jnp.log(jnp.float32(-1)).block_until_ready()
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("error", "first_step", "infrastructure"),
     [
         (JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: connection abort"), False, True),

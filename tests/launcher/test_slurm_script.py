@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.backends.slurm.backend import (
@@ -99,7 +100,7 @@ def test_options_for_sbatch_are_taken_from_the_launchers_own() -> None:
     assert own == ["--nodes", "2", "--grace", "9"]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("words", "said"),
     [
         (["--slurm-gpus-per-task", "1"], "jax#23452"),
@@ -122,7 +123,7 @@ def test_options_that_cannot_be(words: list[str], said: str, launch: Launch) -> 
     assert said in told.stderr
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("words", "said"),
     [
         (["--nodes", "0"], "--nodes 0"),
@@ -232,7 +233,7 @@ def test_what_slurms_variables_say() -> None:
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("result", "state", "before", "asked", "words"),
     [
         (JobResult(code=0), "RUNNING", 0, False, ""),

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from ranks import is_waiting_spare
+from tables import one_test
 
 from roxxel_dist.launcher.agent.spares import Rank, RankCommand, Spare, choose
 from roxxel_dist.launcher.host.worker import JOINING, imports_of
@@ -196,7 +197,7 @@ def test_who_asks_for_spares_hears_why_there_are_none(launch: Launch, tmp_path: 
     assert "--warm-spares on: there is no restart that would use them" in err
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("command", "modules"),
     [
         (("train", "--config", "x.yaml"), TRAINING),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.supervisor import run
@@ -18,7 +19,7 @@ from roxxel_dist.launcher.job.spec import CONTRACT, JobSpec, log_dir_for, new_ru
 GOOD: dict[str, Any] = {"command": ("train",), "nprocs": 2, "run_id": "r", "log_dir": Path("logs")}
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("field", "value", "flag", "fix"),
     [
         ("command", (), "no command", "-- train"),
@@ -148,7 +149,7 @@ def test_the_step_that_was_reached_is_for_train_alone() -> None:
         assert place.ranks[1].get("ROXXEL_REACHED_STEP") == value
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("command", "folder"),
     [
         ("train data --run_dir here", "here/logs"),

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.cluster.distributed import INIT_TIMEOUT_S
 from roxxel_dist.launcher.job.spec import JobSpec, Limits
@@ -16,7 +17,7 @@ from roxxel_dist.process.exit_codes import UserError
 README = Path(pool.__file__).parents[1] / "README.md"
 
 
-@pytest.mark.parametrize("scale", [0.01, 0.1, 0.2, 0.5, 1, 3])
+@one_test("scale", [0.01, 0.1, 0.2, 0.5, 1, 3])
 def test_their_order(scale: float) -> None:
     of = Limits().scaled(scale)
     assert of.heartbeat_s < of.quiet_s < of.still_s < of.silent_s, "messages may be late before a host is lost"

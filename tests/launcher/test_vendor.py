@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.launcher.host import host_checks
 from roxxel_dist.launcher.host.host_checks import HostChecks, gpu_problems
@@ -178,7 +179,7 @@ CASES: dict[str, tuple[str, int, list[tuple[str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@one_test("case", CASES)
 def test_what_nvidia_smi_says(case: str) -> None:
     text, code, expected = CASES[case]
     found = gpu_problems(text, code)

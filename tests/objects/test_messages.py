@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.objects.errors import StoreDeniedError, StoreError, StoreNotFoundError, StoreTimeoutError
@@ -178,7 +179,7 @@ def test_exit_codes_of_a_command(server, tmp_path, capsys):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("text", "words"),
     [
         ("s3://", "names no bucket"),

@@ -2,7 +2,7 @@
 
 import signal
 
-import pytest
+from tables import one_test
 
 from roxxel_dist.process.interrupt import kills
 
@@ -11,7 +11,7 @@ USR1, USR2, XCPU = signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 TERMINAL, BATCH = False, True
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("sender", "signals", "batch_job", "killed_at"),
     [
         ("systemd, a session scope", [(TERM, 0), (HUP, 0.001)], TERMINAL, None),

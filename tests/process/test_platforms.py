@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.process import platforms
@@ -96,7 +97,7 @@ def test_flags_of_xla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: st
     assert "\n" not in str(why)
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:2]))
+@one_test("words", COMMANDS)
 def test_each_command_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str]
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from commands import run
 from corpora import write_corpus
+from tables import one_test
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.checkpoint.metadata import CheckpointRef
@@ -97,7 +98,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
+@one_test("words", REFUSED)
 def test_what_is_no_branch(work, words, capsys):
     assert main(["train", "--run_dir", "end", "--anneal", *words.split()]) == 2
     assert REFUSED[words] in capsys.readouterr().err

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import rows
 from states import init_state
+from tables import one_test
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase
 from roxxel_dist.cli.plan_table import layouts_table, table
@@ -157,7 +158,7 @@ def test_so_many_devices_share_a_copy_of_the_parameters(corpus, count, pieces, s
         assert {leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in large} == {pieces}
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("shape", "grad_accum", "shared"),
     [
         ((16, 17), 1, ("rows", 8, 0, "16 rows over 8 devices")),

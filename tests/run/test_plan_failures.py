@@ -33,7 +33,8 @@ def test_the_best_interval_is_young_s_and_the_goodput_daly_s(save_s: float, monk
     assert all(math.log2(choice.checkpoint_every * 0.5 / best_s) == pytest.approx(0.0, abs=1.1) for choice in without)
 
 
-def test_spares_pay_where_repairs_are_long_and_not_where_they_are_short() -> None:
+def test_spares_pay_where_repairs_are_long_and_not_where_they_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "TIMES", (0.7, 1.4))
     few = Cluster(mtbf_days=20.0, hosts=64, step_s=1.0, save_s=5.0, repair_hours=48.0)
     assert estimate_failures(few, checkpoint_every=500, copies=False, run=None).best.spare_hosts > 0
     short = Cluster(mtbf_days=2000.0, hosts=8, step_s=1.0, save_s=5.0, repair_hours=0.5)
@@ -45,7 +46,8 @@ def rows(*of: tuple[int, str, float, Any]) -> str:
     return "".join(json.dumps({"begin": 0.0, **dict(zip(keys, row, strict=True))}) + "\n" for row in of)
 
 
-def test_times_are_those_that_the_run_measured(tmp_path: Path) -> None:
+def test_times_are_those_that_the_run_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "TIMES", (0.7, 1.4))
     (tmp_path / "timeline.jsonl").write_text(
         rows((0, "start", 3.0, None), (0, "compile", 9.0, None), (0, "step", 30.0, [1, 1]), (0, "step", 20.0, [2, 11]))
         + rows((0, "save", 4.0, None), (0, "step", 22.0, [12, 21]), (1, "start", 2.0, None), (1, "restore", 6.0, None))
@@ -84,7 +86,8 @@ def test_what_cannot_be_is_one_line(
     assert message in line
 
 
-def test_it_prints_json_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_json_and_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "TIMES", (0.7, 1.4))
     words = ["plan", "--mtbf", "9", "--hosts", "4", "--spare_hosts", "1", "--step_s", "1", "--save_s", "3"]
     words += ["--checkpoint_every", "100"]
     assert main([*words, "--json"]) == 0

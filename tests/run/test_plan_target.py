@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import environment
+from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.devices.accelerators import accelerator
@@ -43,7 +44,7 @@ KNOWN = (
 )
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("name", "message"),
     [
         ("tpu", f"target is 'tpu', which is not known: TPU slices are named by chips, as {KNOWN}"),
@@ -71,9 +72,7 @@ def test_a_name_that_is_none(name, message, work, capsys):
     assert message in capsys.readouterr().err.replace("--target", "target")
 
 
-@pytest.mark.parametrize(
-    "name", ["v5e:2x2", "v5e:16x16", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x1", "h100:1x8", "b200:64x8"]
-)
+@one_test("name", ["v5e:2x2", "v5e:16x16", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x1", "h100:1x8", "b200:64x8"])
 def test_a_name_is_a_kind_and_a_shape(name):
     kind, shape = name.split(":")
     target = parse_target(name)
@@ -120,7 +119,7 @@ def test_without_the_compiler_there_is_the_line_that_installs_it(name, extra, wo
     assert sorted(path.name for path in work.iterdir()) == ["small.yaml", "tokens.npy"]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("message", "found"),
     [
         ("Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm. Exceeded", (17.5, 15.75)),
@@ -135,7 +134,7 @@ def test_what_a_compiler_says_of_memory(message, found):
     assert memory_in(message) == ((None, None) if found is None else tuple(int(n * (1 << 30)) for n in found))
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("message", "is_so"),
     [
         ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm.", True),
@@ -153,7 +152,7 @@ def test_a_program_is_too_large_for_the_memory_of_a_device_or_has_another_mistak
 TPU_KINDS = ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"]
 
 
-@pytest.mark.parametrize("kind", [gpu.device_kind for gpu in GPUS.values()] + TPU_KINDS)
+@one_test("kind", [gpu.device_kind for gpu in GPUS.values()] + TPU_KINDS)
 def test_every_target_has_figures(kind):
     found = accelerator(kind)
     assert found is not None

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from states import init_state
+from tables import one_test
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.step_parts import PARTS
@@ -30,7 +31,7 @@ def kernel(part, flops=0.0, data=0.0, sent=0.0, network=0.0, launches=1):
     return Kernel("k", (f"jit(step)/{part}/mul",), flops, data, sent, network, launches)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("one", "device", "milliseconds", "limit"),
     [
         (kernel("mlp", flops=989.4e9, data=1e6), H200, 1.0, "compute"),

@@ -6,6 +6,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import yaml
+from tables import one_test
 
 from roxxel_dist import Config
 from roxxel_dist.cli.arguments import ConfigArgs, parse_config, parse_train
@@ -276,7 +277,7 @@ def test_a_missing_file_is_told(tmp_path):
         Config.from_yaml(tmp_path / "none.yaml")
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("fields", "message"),
     [
         ({"dim": "large"}, "dim is 'large': it must be a whole number"),

@@ -25,6 +25,8 @@ from one_process import COMMANDS
 IMPORTS = ("jax.numpy", "flax.nnx", "optax", "orbax.checkpoint", "roxxel_dist.cli", "roxxel_dist.run.experiment")
 AT_IMPORT = ("JAX", "XLA", "PJRT", "PYTHON", "LD_", "OMP", "TF_", "PATH", "HOME", "VIRTUAL_ENV", "TESTS_OF")
 """How the names of variables begin that are read while Python starts and jax is imported."""
+DEVICES = "JAX_NUM_CPU_DEVICES"
+"""The one of them that a fork sets for itself: its devices are not made yet."""
 Done = subprocess.CompletedProcess[str]
 SERVERS: dict[tuple[tuple[str, str], ...], "Warm"] = {}
 """By these variables."""
@@ -73,7 +75,7 @@ def can_run(words: Sequence[object]) -> bool:
 
 def run(words: list[str], cwd: Path, env: Mapping[str, str], timeout: float) -> Done:
     """Run `roxxel-dist WORDS` in a fork of the process that has these variables; one is begun where none is there."""
-    key = tuple(sorted((name, value) for name, value in env.items() if name.startswith(AT_IMPORT)))
+    key = tuple(sorted((name, value) for name, value in env.items() if name.startswith(AT_IMPORT) and name != DEVICES))
     if key not in SERVERS or SERVERS[key].process.poll() is not None:
         SERVERS[key] = Warm(dict(key))
     return SERVERS[key].run(words, cwd, env, timeout)
@@ -108,6 +110,8 @@ def become(given: dict[str, Any]) -> None:
     os.close(null)
     os.environ.clear()
     os.environ.update(given["env"])
+    if DEVICES in os.environ:
+        sys.modules["jax"].config.update(DEVICES.lower(), int(os.environ[DEVICES]))
     os.chdir(given["cwd"])
     sys.path[0] = given["cwd"]
     sys.argv = ["roxxel-dist", *given["words"]]

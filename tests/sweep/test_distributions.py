@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
+from tables import one_test
 
 from roxxel_dist.sweep.space.distributions import NAMES, distribution
 
@@ -50,7 +51,7 @@ def test_every_distribution_is_tested() -> None:
     assert tested == set(NAMES)
 
 
-@pytest.mark.parametrize(("spec", "known"), CONTINUOUS, ids=lambda value: str(value)[:40])
+@one_test(("spec", "known"), CONTINUOUS)
 def test_continuous_samples_have_the_distribution(spec: dict[str, Any], known: Any) -> None:
     found = samples(spec)
     assert stats.kstest(found, known.cdf).pvalue > 0.01
@@ -59,7 +60,7 @@ def test_continuous_samples_have_the_distribution(spec: dict[str, Any], known: A
     assert ends[0] <= min(found) < max(found) <= ends[1]
 
 
-@pytest.mark.parametrize(("spec", "known"), QUANTIZED, ids=lambda value: str(value)[:40])
+@one_test(("spec", "known"), QUANTIZED)
 def test_quantized_samples_are_multiples_and_have_the_distribution(spec: dict[str, Any], known: Any) -> None:
     step = spec.get("q", 1)
     found = np.array(samples(spec), float)
@@ -94,7 +95,7 @@ def test_what_can_be_known_of_a_parameter() -> None:
     assert distribution({"distribution": "normal"}).choices is None
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("spec", "said"),
     [
         ({}, "no values: give `value`"),

@@ -4,13 +4,14 @@ import re
 from typing import Any
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.sweep.space.constraints import Expression
 
 VALUES: dict[str, Any] = {"dim": 96, "kv_heads": 2, "use_moe": True, "pos": "rope", "lr": 0.5, "max": 128}
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("text", "value"),
     [
         ("dim // 8", 12),
@@ -38,7 +39,7 @@ def test_its_parameters_are_known() -> None:
     assert Expression("max(dim, 100) % kv_heads if use_moe else lr").names == {"dim", "kv_heads", "use_moe", "lr"}
 
 
-@pytest.mark.parametrize(
+@one_test(
     "text",
     [
         "__import__('os').system('true')",

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.place.directory import is_study
@@ -32,7 +33,7 @@ def start(tmp_path, monkeypatch, capsys):
     return begin
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("sweep", "base", "extras", "words"),
     [
         ("parameters: {batch_size: {values: [4, 16]}}", PHASES, "", "parameters.batch_size does nothing here"),
@@ -107,7 +108,7 @@ def test_what_a_sweep_does_not_do_is_refused_before_a_study_is_made(start, sweep
         assert not Path("st").exists()
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("sweep", "base", "extras"),
     [
         ("parameters: {use_moe: {values: [true, false]}, top_k_mlp: {values: [1, 2]}}", "", ""),

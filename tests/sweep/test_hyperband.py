@@ -1,4 +1,5 @@
 import pytest
+from tables import one_test
 
 from roxxel_dist.sweep.schedulers import Hyperband, bands
 
@@ -13,7 +14,7 @@ def poor(rule, sign, values, running):
     return hyperband.trials_to_stop(running)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("rule", "longest", "expected"),
     [
         (BY_MAX, 9, [1, 2]),

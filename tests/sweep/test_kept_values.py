@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from tables import one_test
 
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.report.text import as_json, table, varied_parameters
@@ -211,7 +212,7 @@ def test_steps_are_written_as_people_do(q: float, low: float, high: float) -> No
     assert len(set(points)) == len(points) == kind.count
 
 
-@pytest.mark.parametrize(
+@one_test(
     "spec",
     [
         {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-5},
@@ -229,7 +230,7 @@ def test_no_value_is_outside_of_its_bounds(spec: dict[str, Any]) -> None:
     assert spec["min"] == found[0] <= found[-1] == spec["max"]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("spec", "said"),
     [
         ({"distribution": "log_uniform", "min": 0.0001, "max": 1000}, "e^1000 is no float: for values use log"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tables import one_test
 
 from roxxel_dist.sweep.driver.decisions import Decisions
 from roxxel_dist.sweep.driver.recorded import RecordedSearch
@@ -132,7 +133,7 @@ def test_a_kill_of_the_driver_changes_no_proposal(rule: dict[str, Any] | None, m
         assert {key: events[number][key] for key in again} == json.loads(json.dumps(again))
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("curves", "expected"),
     [
         ([[(9, 2.0)], [(9, 3.0)]], [2.0, 3.0]),

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from scipy import stats
+from tables import one_test
 
 from roxxel_dist.sweep.space.mixture import RARE, MixtureSpace, mixture_space, nearest_by_kl, round_shares
 
@@ -66,7 +67,7 @@ def test_two_hundred_data_sets_are_not_too_many() -> None:
     assert np.allclose(space.from_cube(np.stack([space.to_cube(row) for row in shares[:20]])), shares[:20], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", BOUNDS)
+@one_test("name", BOUNDS)
 def test_no_corner_is_favoured(name: str) -> None:
     """Where all data sets have the same bounds, each is as often the largest as any other."""
     space, rng = made(name), np.random.default_rng(6)
@@ -89,7 +90,7 @@ def test_points_and_shares_are_each_others_inverse(name: str) -> None:
     assert np.abs(again - shares).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", BOUNDS)
+@one_test("name", BOUNDS)
 def test_the_shares_of_a_trial_have_six_decimals_and_keep_every_bound(name: str) -> None:
     space, rng = made(name), np.random.default_rng(8)
     points = np.concatenate([rng.random((100, space.axes)), rng.integers(0, 2, (20, space.axes))])

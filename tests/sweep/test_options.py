@@ -1,4 +1,5 @@
 import pytest
+from tables import one_test
 from trials import program, task
 
 from roxxel_dist import Config
@@ -47,7 +48,7 @@ def test_what_cannot_be_dealt_is_refused(rules, given, said):
         share(rules, **given)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("name", "value", "said"),
     [
         ("cpus_per_trial", float("nan"), "--cpus_per_trial nan: must be more than 0, and finite"),

@@ -1,6 +1,6 @@
 """Whose fault it was that a trial's program ended, told from its exit code and its last words."""
 
-import pytest
+from tables import one_test
 
 from roxxel_dist.sweep.trial.outcome import classify_exit
 
@@ -14,7 +14,7 @@ LOST = "E1128 14:20:11.123456   1234 coordination_service_agent.cc:358] Failed t
 HELD = "s3://b/x: train (pid 7 on host h2) writes there, and renewed its lease (run.lease) 3 s ago: end that process"
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("said", "kind", "reason"),
     [
         (NAN, "nan", "step 2 went wrong: its loss is nan; see the log"),
@@ -32,7 +32,7 @@ def test_the_kind_and_the_reason(said, kind, reason):
     assert classify_exit(1, said, ours=True) == (kind, reason)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("code", "ours", "lost"),
     [
         (137, True, True),

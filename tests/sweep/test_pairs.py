@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
+from tables import one_test
 
 from roxxel_dist.sweep.samplers.pairs import Pair, compare, comparisons, evidence_of_losses, half_width, interval
 from roxxel_dist.sweep.space.extras import Versus
@@ -131,7 +132,7 @@ def test_a_failing_side_loses_and_failures_alone_hold_the_level():
     assert [evidence_of_losses(0, n) >= math.log(10) for n in (5, 6)] == [False, True]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("differences", "versus", "sign", "verdict", "line"),
     [
         ([-0.012, -0.011, -0.013], DIFFERENT, 1, "A", "A is better by 0.012 (0.00685 to 0.0171; 90 %, 3 pairs)"),

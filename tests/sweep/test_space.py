@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, read_sweep, sweep_of
 
@@ -139,7 +140,7 @@ def test_a_formula_that_cannot_be_worked_out_makes_a_point_infeasible() -> None:
         rules.resolve({"heads": 0, "use": 1})
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("old", "new", "said"),
     [
         ("method: bayes", "method: bays", "sweep.yaml, line 2: method: 'bays' is not a method: did you mean 'bayes'?"),
@@ -177,7 +178,7 @@ def test_errors_name_file_line_and_key(old: str, new: str, said: str, file: Any)
         read_sweep(file(SEED.replace(old, new)))
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("text", "said"),
     [
         ("when: {dimm: use_moe}", "extras.yaml, line 1: when.dimm: there is no such parameter: did you mean 'dim'?"),

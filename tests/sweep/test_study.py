@@ -9,6 +9,7 @@ import pytest
 import yaml
 from browser import data_of
 from made_study import EVERY_KIND, SWEEP, every_kind, loss, made_study
+from tables import one_test
 
 import roxxel_dist
 from roxxel_dist.cli import main
@@ -253,7 +254,7 @@ def test_json_has_every_report(study):
     assert [step for step, _ in first["reports"]] == list(range(6))
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("values", "ends"),
     [
         ([2.0, 2.1, 2.2, 1e30], (2.0, 2.2)),

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from tables import one_test
 
 from roxxel_dist.sweep.report.confirmation import Confirmed, paired
 from roxxel_dist.sweep.report.surface import MORE, Estimate, effects, gain, interactions, lattice, surface, told
@@ -111,7 +112,7 @@ def test_seeds_are_compared_in_pairs(ours, theirs, mean, half):
     assert (found.high - found.low) / 2 == pytest.approx(half, rel=1e-3)
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("predicted", "measured", "inside"),
     [
         ((-0.1, -0.2, 0.0), (-0.15, -0.2, -0.1), True),

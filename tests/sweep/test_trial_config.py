@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tables import one_test
 
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.settings.config import load_yaml
@@ -60,7 +61,7 @@ def test_wandb_is_offline_unless_the_base_says_otherwise():
     assert config_of({"wandb": "off"}, {}).wandb == "off"
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("params", "message"),
     [
         ({"learning_rat": 1}, "there is no field 'learning_rat': "),

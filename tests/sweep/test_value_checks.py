@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from reader import ROOT
+from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.process.exit_codes import UserError
@@ -52,7 +53,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
+@one_test("text", WRONG)
 def test_a_value_that_no_trial_can_run_with(dry: Dry, text: str) -> None:
     code, _, said = dry(f"method: random\nparameters:\n  {text}\n", "--count", "2")
     assert code == 2
@@ -79,7 +80,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("text", RIGHT)
+@one_test("text", RIGHT)
 def test_what_some_trials_can_run_with_is_left_to_the_search(dry: Dry, text: str) -> None:
     code, _, said = dry(f"method: random\nparameters:\n  {text}\n", "--count", "2", extras=RIGHT[text])
     assert code == 0, said
@@ -132,7 +133,7 @@ def test_an_own_loss_may_have_no_bits_per_byte(dry: Dry) -> None:
 SHORT = ["--max_steps", "600", "--eval_every", "100"]
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("text", "words", "said"),
     [
         (

@@ -20,6 +20,7 @@ from browser import data_of
 from commands import command, environment, wait_for
 from made_rows import add, made_run
 from served_page import serve
+from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.sweep.driver.checks import LOGGED
@@ -120,7 +121,7 @@ TRICKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", TRICKS)
+@one_test("path", TRICKS)
 def test_paths_lead_nowhere(server, path):
     status, _, body = ask(server, path, token=server.token)
     # Of an absolute address the path alone counts, which is the page's own.
@@ -130,7 +131,7 @@ def test_paths_lead_nowhere(server, path):
     assert ask(server, path)[0] == 403
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"])
+@one_test("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"])
 def test_there_is_nothing_to_write(server, method):
     status, headers, body = ask(server, token=server.token, method=method)
     assert status == 501

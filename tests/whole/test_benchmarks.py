@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import one_test
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -122,6 +123,6 @@ def test_a_program_that_falls_before_its_first_line_is_written_down_as_failed(tm
     assert "No such file" in end["end"]["failed"]
 
 
-@pytest.mark.parametrize("program", bench.PROGRAMS, ids=lambda program: program.name)
+@one_test("program", bench.PROGRAMS)
 def test_every_program_is_there(program: bench.Program) -> None:
     assert (ROOT / "benchmarks" / f"{program.name}.py").exists()

@@ -52,7 +52,6 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     return tmp_path / "xdg" / "roxxel-dist"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from commands import rows, run
 from reader import ROOT
+from tables import one_test
 
 from roxxel_dist import Config, Roxxel
 from roxxel_dist.cli import main
@@ -89,7 +90,7 @@ def test_there_is_one_of_each_capability():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@one_test("name", CONFIGS)
 def test_it_is_a_config(name):
     """Its fields and their values, without the data, the run and the model that its first lines make."""
     config = Config.from_yaml(FILES[name])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from commands import command, environment
 from made_study import made_study
+from tables import one_test
 
 from roxxel_dist.launcher.output import printable
 
@@ -40,7 +41,7 @@ def is_harmless(shown: str) -> bool:
     return COMMAND.search(shown) is None
 
 
-@pytest.mark.parametrize(
+@one_test(
     ("text", "plain", "coloured"),
     [
         ("a b\tc\nd é ☃ \u00a0 日本 👩\u200d🔬", None, None),
