@@ -36,10 +36,13 @@ class Discrepancy(NamedTuple):
     """float64[K + 2, q]: by feature, what of it is linear in 1, the shares and what the law says."""
     coefficients: Array
     """float64[d, q]."""
+    trend: Array
+    """float64[d, K + 2], of 1, the shares and what the law says."""
 
     def losses(self, shares: Array, said: Array) -> Array:
         """float64[d, m], of shares float64[m, K] and what the law says of them, float64[m]."""
-        return self.coefficients @ (np.hstack(_features(shares)) - _rows(shares, said) @ self.plain).T
+        rows = _rows(shares, said)
+        return self.coefficients @ (np.hstack(_features(shares)) - rows @ self.plain).T + self.trend @ rows.T
 
 
 def discrepancy(shares: Array, others: Array, said: Array, losses: Array, place: Array, normal: Array) -> Discrepancy:
@@ -56,7 +59,8 @@ def discrepancy(shares: Array, others: Array, said: Array, losses: Array, place:
     kinds, rows = _features(shares), np.hstack([_rows(shares, said), others])
     features, errors, free = np.hstack(kinds), losses - said, max(len(shares) - rows.shape[1] - 1, 2)
     plain = np.asarray(np.linalg.lstsq(rows, features, rcond=1e-8)[0], np.float64)
-    rest, errors = features - rows @ plain, errors - rows @ np.linalg.lstsq(rows, errors, rcond=1e-8)[0]
+    trend = np.asarray(np.linalg.lstsq(rows, errors, rcond=1e-8)[0], np.float64)
+    rest, errors = features - rows @ plain, errors - rows @ trend
     found, logs = [], []
     for part in np.split(rest, np.cumsum([kind.shape[1] for kind in kinds])[:-1], axis=1):
         basis, sizes, back = np.linalg.svd(part, full_matrices=False)
@@ -75,7 +79,8 @@ def discrepancy(shares: Array, others: Array, said: Array, losses: Array, place:
     for number, (basis, back, mean, spread) in enumerate(found):
         width = np.where(turns // len(WIDTHS) == number, turns % len(WIDTHS), 0)  # that of 0: nothing
         drawn.append((mean[width] + spread[width] * (normal @ basis)) @ back)
-    return Discrepancy(plain[: shares.shape[1] + 2], np.hstack(drawn))
+    own = slice(0, shares.shape[1] + 2)
+    return Discrepancy(plain[own], np.hstack(drawn), (turns % len(WIDTHS) > 0)[:, None] * trend[own])
 
 
 def _rows(shares: Array, said: Array) -> Array:
