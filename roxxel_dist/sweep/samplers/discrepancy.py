@@ -1,10 +1,12 @@
-"""What the law of mixtures may leave of the losses: products of two shares (Scheffe 1958, "Experiments with Mixtures").
+"""What the law of mixtures may leave of the losses: products of two shares, or a smooth function of the shares.
 
 Real losses are beside every law. The error that this makes is not less with more trials, so intervals of the law alone
 would hold the less the more trials there are. As Kennedy and O'Hagan (2001, "Bayesian calibration of computer models",
-doi 10.1111/1467-9868.00294) a draw is that of the law and one of its discrepancy: here products of two shares, less
-what of them is linear in the shares and in what the law says, with coefficients under a normal prior about 0. Its
-deviation is drawn from a grid by the evidence: without a discrepancy in the trials the draws are near 0.
+doi 10.1111/1467-9868.00294) a draw is that of the law and one of its discrepancy, less what of it is linear in the
+shares and in what the law says. It is one of three kinds: products of two shares (Scheffe 1958, "Experiments with
+Mixtures"), a Gaussian process over the shares, and one over their roots, which bends more where shares are small; the
+processes by random features (Rahimi and Recht 2007, "Random features for large-scale kernel machines"). Kind and
+deviation are drawn by the evidence: without a discrepancy in the trials most draws have none.
 """
 
 from typing import NamedTuple
@@ -15,7 +17,14 @@ from scipy.special import fdtrc
 
 Array = NDArray[np.float64]
 WIDTHS = np.array([0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
-"""Deviation of the prior, over what the noise leaves unknown of an average product."""
+"""Deviation of the prior, over what the noise leaves unknown of an average feature."""
+LIKELY = np.array([1.0, 0.1, 0.1])
+"""How likely the kinds are before the trials: where these cannot tell them apart, the smooth ones would only make all
+intervals wider."""
+LENGTHS = (0.5, 0.25)
+"""Over which the process of the shares varies, and that of their roots."""
+WAVES = 50
+"""Of random directions, for each process: a sine and a cosine."""
 TESTED = 10
 """Trials beyond the coefficients of a test of the law: it has one for each product of two shares, and more."""
 
@@ -24,14 +33,16 @@ class Discrepancy(NamedTuple):
     """d draws, for one validation set."""
 
     plain: Array
-    """float64[K + 2, q]: by product, what of it is linear in 1, the shares and what the law says."""
+    """float64[K + 2, q]: by feature, what of it is linear in 1, the shares and what the law says."""
     coefficients: Array
     """float64[d, q]."""
+    trend: Array
+    """float64[d, K + 2], of 1, the shares and what the law says."""
 
     def losses(self, shares: Array, said: Array) -> Array:
         """float64[d, m], of shares float64[m, K] and what the law says of them, float64[m]."""
-        rows = np.hstack([np.ones((len(shares), 1)), shares, said[:, None]])
-        return self.coefficients @ (_products(shares) - rows @ self.plain).T
+        rows = _rows(shares, said)
+        return self.coefficients @ (np.hstack(_features(shares)) - rows @ self.plain).T + self.trend @ rows.T
 
 
 def discrepancy(shares: Array, others: Array, said: Array, losses: Array, place: Array, normal: Array) -> Discrepancy:
@@ -45,25 +56,36 @@ def discrepancy(shares: Array, others: Array, said: Array, losses: Array, place:
         place: float64[d], even between 0 and 1.
         normal: float64[d, n].
     """
-    products = _products(shares)
-    rows = np.hstack([np.ones((len(shares), 1)), shares, said[:, None], others])
-    plain = np.asarray(np.linalg.lstsq(rows, products, rcond=1e-8)[0], np.float64)
-    errors = losses - said
-    errors = errors - rows @ np.linalg.lstsq(rows, errors, rcond=1e-8)[0]
-    basis, sizes, back = np.linalg.svd(products - rows @ plain, full_matrices=False)
-    kept = sizes > 1e-6 * np.linalg.norm(products)
-    basis, sizes, back = basis[:, kept], sizes[kept], back[kept]
-    along, free = basis.T @ errors, max(len(shares) - rows.shape[1] - 1, 2)
-    # Variances over that of the noise: float64[width, q].
-    prior = (WIDTHS[:, None] * sizes) ** 2 * len(sizes) / (sizes**2).sum()
-    kept_part = prior / (1 + prior)
-    left = np.maximum((errors**2).sum() - kept_part @ along**2, 1e-300)
-    logs = -np.log1p(prior).sum(axis=1) / 2 - free / 2 * np.log(left)
-    weights = np.exp(logs - logs.max())
+    kinds, rows = _features(shares), np.hstack([_rows(shares, said), others])
+    features, errors, free = np.hstack(kinds), losses - said, max(len(shares) - rows.shape[1] - 1, 2)
+    plain = np.asarray(np.linalg.lstsq(rows, features, rcond=1e-8)[0], np.float64)
+    trend = np.asarray(np.linalg.lstsq(rows, errors, rcond=1e-8)[0], np.float64)
+    rest, errors = features - rows @ plain, errors - rows @ trend
+    found, logs = [], []
+    for part in np.split(rest, np.cumsum([kind.shape[1] for kind in kinds])[:-1], axis=1):
+        basis, sizes, back = np.linalg.svd(part, full_matrices=False)
+        kept = sizes > 1e-6 * np.sqrt(part.size)
+        basis, sizes, back = basis[:, kept], sizes[kept], back[kept]
+        along = basis.T @ errors
+        # Variances over that of the noise: float64[width, q].
+        prior = (WIDTHS[:, None] * sizes) ** 2 * (sizes**2).sum() / max((sizes**4).sum(), 1e-300)
+        kept_part = prior / (1 + prior)
+        left = np.maximum((errors**2).sum() - kept_part @ along**2, 1e-300)
+        logs.append(-np.log1p(prior).sum(axis=1) / 2 - free / 2 * np.log(left))
+        found.append((basis, back / sizes[:, None], kept_part * along, np.sqrt(kept_part * left[:, None] / free)))
+    weights = np.exp(logs - np.max(logs)) * LIKELY[:, None]
     turns = np.searchsorted(np.cumsum(weights / weights.sum())[:-1], place)
-    noise = np.sqrt(left[turns] / free)[:, None] * (normal @ basis)
-    drawn = kept_part[turns] * along + np.sqrt(kept_part[turns]) * noise
-    return Discrepancy(plain[: shares.shape[1] + 2], drawn / sizes @ back)
+    drawn = []
+    for number, (basis, back, mean, spread) in enumerate(found):
+        width = np.where(turns // len(WIDTHS) == number, turns % len(WIDTHS), 0)  # that of 0: nothing
+        drawn.append((mean[width] + spread[width] * (normal @ basis)) @ back)
+    own = slice(0, shares.shape[1] + 2)
+    return Discrepancy(plain[own], np.hstack(drawn), (turns % len(WIDTHS) > 0)[:, None] * trend[own])
+
+
+def _rows(shares: Array, said: Array) -> Array:
+    """What is left to the law: float64[m, K + 2], of float64[m, K] and float64[m]."""
+    return np.hstack([np.ones((len(shares), 1)), shares, said[:, None]])
 
 
 def chance_of_fit(rows: Array, shares: Array, errors: Array) -> float | None:
@@ -96,3 +118,12 @@ def _products(shares: Array) -> Array:
     """Of two different shares each: float64[m, q]."""
     first, second = np.triu_indices(shares.shape[1], 1)
     return shares[:, first] * shares[:, second]
+
+
+def _features(shares: Array) -> list[Array]:
+    """By kind: float64[m, q]."""
+    found = [_products(shares)]
+    for values, length in zip((shares, np.sqrt(np.maximum(shares, 0.0))), LENGTHS, strict=True):
+        angles = values @ np.random.default_rng(0).standard_normal((shares.shape[1], WAVES)) / length
+        found.append(np.hstack([np.cos(angles), np.sin(angles)]))
+    return found

@@ -58,6 +58,8 @@ LARGE = 700.0
 """The largest exponent."""
 LIMITS = (-14.0, 14.0)
 """Of log E over the span of all losses: a trial that is far off in a pass would decide the next one alone."""
+KNOWING = 64
+"""Trials whose losses tell a law."""
 STARTS = 6
 """At random, where the problem may not be convex."""
 
@@ -81,23 +83,6 @@ class _Curves(NamedTuple):
         return self.c[:, None] + np.exp(np.minimum(found, LARGE))
 
 
-class _Drawn(NamedTuple):
-    """d joint draws of one validation set."""
-
-    curves: _Curves
-    """Each of one member."""
-    turns: NDArray[np.intp]
-    """int64[d], the members."""
-    steps: Array
-    """float64[d, m]: how far each goes from the mean of the members towards each."""
-
-    def losses(self, members: "_Members", shares: Array) -> Array:
-        """float64[d, m] of float64[m, K]: the mean, what the members differ in, and what a draw has beside its own."""
-        each = members.curves.losses(shares)
-        mean = members.weight @ each
-        return mean + self.steps @ (each - mean) + self.curves.losses(shares) - each[self.turns]
-
-
 class _Members(NamedTuple):
     """The members of the grid that count, m of them in the order of e, c and width, for one validation set."""
 
@@ -119,6 +104,9 @@ class _Members(NamedTuple):
     def losses(self, shares: Array) -> Array:
         """What they say together: float64[m] of float64[m, K]."""
         return self.weight @ self.curves.losses(shares)
+
+
+_Drawn = tuple[list[_Curves], list[Discrepancy], list[tuple[Array, Array]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,48 +155,53 @@ class Law:
         """
         shares = np.atleast_2d(np.asarray(shares, np.float64))
         if (count, seed) not in self._drawn:  # a report draws for many mixtures
-            rng = np.random.default_rng(seed)
-            self._drawn[count, seed] = self.coefficients(rng, count), self._beside(rng, count)
-        found = [
-            one.losses(members, shares) + beside.losses(shares, members.losses(shares))
-            for members, one, beside in zip(self.sets, *self._drawn[count, seed], strict=True)
-        ]
+            self._drawn[count, seed] = self._draw(np.random.default_rng(seed), count)
+        found = []
+        for members, curves, beside, (left, more) in zip(self.sets, *self._drawn[count, seed], strict=True):
+            values = _values(members, curves, beside, shares)
+            found.append(values + more @ (left.T @ values))
         return np.stack(found, axis=2)
 
     @cached_property
-    def _drawn(self) -> dict[tuple[int, int], tuple[list[_Drawn], list[Discrepancy]]]:
+    def _drawn(self) -> dict[tuple[int, int], _Drawn]:
         """What `draws` draws, by count and seed."""
         return {}
 
-    def _beside(self, rng: np.random.Generator, count: int) -> list[Discrepancy]:
-        """By validation set draws of what the law leaves."""
-        place, said = rng.random(count), self.fitted()
-        normal = rng.standard_normal((count, len(self.trials), len(self.sets))) @ self.mixing
-        given = zip(said.T, self.trials.T, np.moveaxis(normal, 2, 0), strict=True)
-        return [discrepancy(self.shares, self.others, law, losses, place, each) for law, losses, each in given]
+    def _draw(self, rng: np.random.Generator, count: int) -> _Drawn:
+        """By validation set: draws of the law, draws of what it leaves, and what turns them, twice float64[count, r].
 
-    def coefficients(self, rng: np.random.Generator, count: int) -> list[_Drawn]:
-        """Joint draws of the law, `count` of each validation set.
-
-        One seed of a training moves all of its losses: the noise of a trial is as alike as what the law leaves of the
-        sets, and coefficients are drawn by it. So is what the members differ in: of all draws with their covariance at
-        the trials, those with its symmetric root are the most alike between sets.
+        One seed of a training moves all of its losses, so the sets err together. Draws of each set by itself, with what
+        they differ in at the trials as D = U S V', are turned to Z V S V', which has their covariance by its symmetric
+        root: with Z as alike as what the law leaves of the sets, no draws with these covariances are more alike.
         """
+        curves, place, said = self.coefficients(rng, count), rng.random(count), self.fitted()
+        some = self.shares[:: -(-len(self.shares) // KNOWING)]
+        normal, alike = (rng.standard_normal((count, n, len(self.sets))) @ self.mixing for n in (len(said), len(some)))
+        beside, turns = [], []
+        for number, (members, each) in enumerate(zip(self.sets, curves, strict=True)):
+            law, losses = said[:, number], self.trials[:, number]
+            beside.append(discrepancy(self.shares, self.others, law, losses, place, normal[..., number]))
+            values = _values(members, each, beside[-1], some)
+            left, sizes, right = np.linalg.svd(values - values.mean(axis=0), full_matrices=False)
+            kept = sizes > (1e-6 * sizes[0] if len(self.sets) > 1 else np.inf)  # of one set as they are
+            turned = alike[..., number] @ right[kept].T / np.sqrt(count)
+            turns.append((left[:, kept], turned - left[:, kept]))
+        return curves, beside, turns
+
+    def coefficients(self, rng: np.random.Generator, count: int) -> list[_Curves]:
+        """Draws of the law, `count` of each validation set: the noise of a trial is as alike as what it leaves."""
         # c and e were found by the same trials, and `_shape` counts two of the prior: n - 2 degrees of freedom stay.
         place, gamma = rng.random(count), rng.gamma(_shape(len(self.trials) - 4), size=count)
-        rows, trials = self.sets[0].moves.shape[1], len(self.trials)  # of trials and prior; of trials
-        noise = rng.standard_normal((count, trials + rows, len(self.sets))) @ self.mixing
+        noise = rng.standard_normal((count, self.sets[0].moves.shape[1], len(self.sets))) @ self.mixing
         found = []
-        for number, (curves, weight, moves, rate, _, left_out) in enumerate(self.sets):
+        for number, (curves, weight, moves, rate, _, _) in enumerate(self.sets):
             turns = np.searchsorted(np.cumsum(weight)[:-1], place)
-            beta, root = curves.beta[turns], np.sqrt(weight)[:, None]
+            beta = curves.beta[turns]
             for turn in np.unique(turns):
                 those = turns == turn
-                rest = noise[those, trials:, number] @ moves[turn]
+                rest = noise[those, :, number] @ moves[turn]
                 beta[those] += np.sqrt(rate[turn] / gamma[those])[:, None] * rest
-            left, _, right = np.linalg.svd(root * (left_out - weight @ left_out), full_matrices=False)
-            steps = (noise[:, :trials, number] @ right.T) @ left.T * root[:, 0]
-            found.append(_Drawn(_Curves(curves.c[turns], curves.bend[turns], beta), turns, steps))
+            found.append(_Curves(curves.c[turns], curves.bend[turns], beta))
         return found
 
     @cached_property
@@ -232,6 +225,11 @@ class Law:
         The members of the grid keep the weights that they have with all trials.
         """
         return self.trials - np.stack([one.weight @ one.left_out for one in self.sets], axis=1)
+
+
+def _values(members: _Members, curves: _Curves, beside: Discrepancy, shares: Array) -> Array:
+    """float64[d, m] of float64[m, K]: what draws of one validation set are, each by itself."""
+    return curves.losses(shares) + beside.losses(shares, members.losses(shares))
 
 
 def bent(shares: Array, bend: float) -> Array:
@@ -428,7 +426,7 @@ def _parts(law: Law, weights: Array, rng: np.random.Generator | None) -> list[_P
     drawn = None if rng is None else law.coefficients(rng, 1)
     found: list[tuple[Array, Array]] = []
     for number, (weight, one) in enumerate(zip(weights.tolist(), law.sets, strict=True)):
-        curves, counts = (one.curves, one.weight) if drawn is None else (drawn[number].curves, np.ones(1))
+        curves, counts = (one.curves, one.weight) if drawn is None else (drawn[number], np.ones(1))
         those = (counts >= PROPOSING) & (weight > 0)
         beta = curves.beta[those]
         beta[:, 0] += np.log(weight * counts[those])
