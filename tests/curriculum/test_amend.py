@@ -232,7 +232,7 @@ def test_a_pool_is_what_is_left(units, changes, seed, block):
     for level, (used_share, added) in enumerate(changes):
         used = int(used_share * pool.size)
         left -= set(pool.units(np.arange(used)).tolist()) if used else set()
-        pool = pool.amended(used, (total, total + added), (seed, level))
+        pool = pool.amend(used, (total, total + added), (seed, level))
         left |= set(range(total, total + added))
         total += added
         assert pool.size == len(left)

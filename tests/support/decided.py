@@ -30,6 +30,6 @@ def check_decisions(events: Sequence[dict[str, Any]], given: dict[str, Any] | Sw
         count += kind in ("ask", "thaw", "pause", "stop")
         history.apply(event)
         if kind == "report":
-            due = decisions().pending()
+            due = decisions().decide_pending()
     assert not due
     return count
