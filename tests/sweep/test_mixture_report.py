@@ -92,6 +92,7 @@ def test_all_of_it_is_json_and_on_the_page(place, sets, tmp_path, capsys):
     assert found["trials_of_law"] == 24
     assert not found["law_is_contradicted"]
     assert found["confirm"] is None
+    assert found["seeds"] == 1
     assert '"mixture":{' in (tmp_path / "report.html").read_text()
 
 

@@ -72,6 +72,8 @@ class Mixtures:
     """How often the errors of a right law would hang on shares as these do; None: not known."""
     whole: int
     """Trials that trained to their end."""
+    seeds: int
+    """How many seeds they have: the surface is that of these, and so are its intervals."""
     needed: int
     """As many of them a law needs."""
     others: tuple[str, ...]
@@ -100,6 +102,7 @@ class Mixtures:
             "chance_of_law": self.chance,
             "law_is_contradicted": self.misses,
             "trials_whole": self.whole,
+            "seeds": self.seeds,
             "trials_needed": self.needed,
             "other_parameters": list(self.others),
             "mixtures": [_entry(one) for one in self.entries],
@@ -144,7 +147,10 @@ class Mixtures:
         lines += aligned(rows)
         if entry.surface:
             others = ", the other mixtures as in the best trial" if len(self.entries) > 1 else ""
-            what = f"{self.metric} over the shares, by the law{others}"
+            seeds = "the one seed" if self.seeds == 1 else f"the {self.seeds} seeds"
+            what = (
+                f"{self.metric} over the shares, by the law{others}, with {seeds} of the trials: others move all of it"
+            )
             lines += ["", what, *told(space.names, entry.surface, self.goal, self.interval)]
         if entry.crossed:
             what = f"{MORE:.0%} more of a data set (down) changes the validation loss of each (across)"
@@ -209,6 +215,7 @@ def mixtures_of(study: Study) -> Mixtures | None:
         trials=0 if law is None else law.trials,
         chance=None if law is None else law.chance,
         whole=len(material.found.trials),
+        seeds=len({trial.params.get("seed") for trial in study.done if trial.number in material.found.trials}) or 1,
         needed=material.needed,
         others=material.names,
         gains=gains,

@@ -8,11 +8,11 @@ const estimate = ({ value, low, high }, digits = 4) => `${signed(value, digits)}
 const signed = (value, digits) => (isNumber(value) ? `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}` : NONE);
 
 /** The cards of all mixtures of a study. */
-function mixtureCards({ mixtures, passes, gains, level, confirm, trials_of_law: trials, law_is_contradicted: misses, trials_whole: whole, trials_needed: needed, other_parameters: others }, { metric, goal }) {
+function mixtureCards({ mixtures, passes, gains, level, confirm, trials_of_law: trials, law_is_contradicted: misses, trials_whole: whole, seeds, trials_needed: needed, other_parameters: others }, { metric, goal }) {
   const interval = misses ? "too narrow, because the trials contradict it" : `of ${format.share(level)}`;
   const cards = mixtures.map((one) => card(`Mixture of phase ${one.phases.join(", ")}`,
     h("p", { class: "note" }, trials ? lawOf(trials, interval, others) : `Too few trials for a law: ${whole} trained to their end, and it needs ${needed}.`),
-    sharesTable(one, passes), surfaceFigure(one, metric, goal), ...effectTables(one, metric)));
+    sharesTable(one, passes), surfaceFigure(one, metric, goal, seeds), ...effectTables(one, metric)));
   const better = Object.entries(gains).map(([name, gain]) => [`best less ${name}`, estimate(gain)]);
   if (better.length) cards.push(card("The best mixture beside its baselines", plainTable("Gain by the law", ["", `${metric}, by the law`], better)));
   return confirm ? [...cards, confirmCard(confirm, metric)] : cards;
@@ -28,12 +28,12 @@ function sharesTable({ names, shares, effects }, passes) {
 }
 
 /** The surface of two or three data sets: a picture, and its numbers in a table. */
-function surfaceFigure({ names, surface }, metric, goal) {
+function surfaceFigure({ names, surface }, metric, goal, seeds) {
   if (!surface.length) return null;
   const values = surface.map(({ low, high }) => [low, high]).flat(), low = Math.min(...values), high = Math.max(...values);
   const picture = names.length === 2 ? curveOf(names, surface, low, high, bestOf(surface, goal)) : triangleOf(names, surface, goal);
   const rows = surface.map(({ shares, value, low: from, high: to }) => [...shares.map((share) => format.share(share)), format.loss(value), `${format.loss(from)} to ${format.loss(to)}`]);
-  return h("figure", { class: "chart surface" }, h("figcaption", {}, h("strong", {}, `${metric} over the shares`)), picture,
+  return h("figure", { class: "chart surface" }, h("figcaption", {}, h("strong", {}, `${metric} over the shares`), ` with the ${seeds === 1 ? "one seed" : `${seeds} seeds`} of the trials: others move all of it`), picture,
     h("details", {}, h("summary", {}, "Numbers"), plainTable("Surface", [...names, "Predicted", "Interval"], rows, names.map((_, i) => i))));
 }
 
