@@ -33,7 +33,7 @@ function surfaceFigure({ names, surface }, metric, goal, seeds) {
   const values = surface.map(({ low, high }) => [low, high]).flat(), low = Math.min(...values), high = Math.max(...values);
   const picture = names.length === 2 ? curveOf(names, surface, low, high, bestOf(surface, goal)) : triangleOf(names, surface, goal);
   const rows = surface.map(({ shares, value, low: from, high: to }) => [...shares.map((share) => format.share(share)), format.loss(value), `${format.loss(from)} to ${format.loss(to)}`]);
-  return h("figure", { class: "chart surface" }, h("figcaption", {}, h("strong", {}, `${metric} over the shares`), ` with the ${seeds === 1 ? "one seed" : `${seeds} seeds`} of the trials: others move all of it`), picture,
+  return h("figure", { class: "chart surface" }, h("figcaption", {}, h("strong", {}, `${metric} over the shares`), h("span", { class: "note" }, `with the ${seeds === 1 ? "one seed" : `${seeds} seeds`} of the trials: others move all of it`)), picture,
     h("details", {}, h("summary", {}, "Numbers"), plainTable("Surface", [...names, "Predicted", "Interval"], rows, names.map((_, i) => i))));
 }
 
