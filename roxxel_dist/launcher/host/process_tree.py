@@ -272,7 +272,7 @@ class SpawnedTree(ProcessTree):
         with far:
             words = [sys.executable, "-P", "-S", __file__, "keep", str(linger_s), str(kill_s), *command]
             self._process = subprocess.Popen(
-                words, stdin=far, stdout=output, stderr=output, env=env, cwd=directory, start_new_session=True
+                words, stdin=far.fileno(), stdout=output, stderr=output, env=env, cwd=directory, start_new_session=True
             )
         self._kill_s, self._poll = kill_s, select.poll()  # select() knows no descriptor above 1,023
         self._meet(near, self._process.pid)

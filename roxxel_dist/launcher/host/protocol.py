@@ -83,12 +83,18 @@ class Decoder:
                 self._cut = line
                 continue
             if message is None or (self._cut and message.get("type") != "gone"):
-                raise UserError(f"{(self._cut or line)[:80].decode(errors='replace')!r} is no message of roxxel-dist")
+                raise self._damage(self._cut or line)
             if self._begin:
                 del message["n"]
                 self._refuse_terminal(line)
             self._is_first = False
+            self._cut = b""
             yield message
+        if self._cut and not rest:  # its guard speaks with the end of that line
+            raise self._damage(self._cut)
+
+    def _damage(self, line: bytes) -> UserError:
+        return UserError(f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist")
 
     def _leave_out(self, line: bytes) -> None:
         """Take note of a line that is no message. Raises ValueError for an order that comes back."""
