@@ -11,7 +11,8 @@ From the agent: warm (why: no rank can run here; empty where spares are ready, o
                 second, also where none did) · note (text, for people) ·
                 code (files: [[rank, module, path, checksum]], each content of a module once) ·
                 dumped (ranks: [[rank, state, listens]], suspects: variables that may part them) ·
-                exit (rank, pid, code, killed_by_us, step) · done
+                exit (rank, pid, code, killed_by_us, step) · done · saved (step) ·
+                signal (number: a system asks this host to end; told within an attempt alone)
 From its guard: gone (code, when the agent has ended, and all that it had started; a client may have another code)
 """
 
