@@ -18,6 +18,7 @@ from roxxel_dist.place.bucket_folder import LEASE, BucketFolder
 from roxxel_dist.place.directory import CONFIG, is_held
 from roxxel_dist.process.durable import ANSWER, REQUEST, SAVE_FOLDER, save_mailbox
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.utils.voice import argument
 
 if TYPE_CHECKING:
     from roxxel_dist.place.bucket_run import BucketRun
@@ -100,7 +101,8 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
             time.sleep(POLL_S)
     finally:
         mailbox.withdraw(name)
-    raise NotSaved(f"the job in {folder} did not save within {timeout_s:g} s: see its log; wait longer with --timeout")
+    longer = argument("timeout", "SECONDS")
+    raise NotSaved(f"the job in {folder} did not save within {timeout_s:g} s: see its log; wait longer with {longer}")
 
 
 def _step_of(answer: Mapping[str, Any]) -> int:

@@ -80,7 +80,6 @@ COMMAND_LINE = (
     "evaluate",
     "export",
     "report",
-    "save",
     "exit_codes",
 )
 """Modules, and folders of them, whose messages a terminal alone sees: the others serve Python programs too."""

@@ -27,6 +27,7 @@ import inspect, os, runpy, sys, threading, time
 PACKAGE, FOLDER = os.environ["WATCH_PACKAGE"] + "/", os.environ["WATCH_FOLDER"]
 OFTEN = {  # what goes on each half second anyway, with all that it calls
     ("control/recorder.py", "note_progress"),
+    ("transport/pool.py", "_beat"),
     ("control/attempt.py", "_check_for_a_hang"),
     ("control/attempt.py", "_on_progress"),
     ("agent/agent.py", "_report"),
@@ -235,7 +236,8 @@ def test_a_failure_crosses_these_files(way: str, more: dict[str, float], code: i
     assert job.process.wait(60) == code
     here, there = job.calls()
     (decided,) = [call.time for call in here if (call.event, call.function) == ("return", "next_action")]
-    (over,) = [call.time for call in here if call.event == "return" and call.function == "_run"]
+    last = ("return", "control/supervisor.py", "_run")
+    (over,) = [call.time for call in here if (call.event, call.file, call.function) == last]
     crossed = sorted([call for call in here + there if begun <= call.time <= decided], key=lambda call: call.time)
     after = [call for call in here if decided < call.time <= over]
     assert set(files(*crossed)) == set(table()[way]), "\n".join(files(*crossed))

@@ -57,7 +57,7 @@ def test_it_says_why_nothing_was_saved(held, tmp_path, capsys):
     said = capsys.readouterr()
     assert (code, said.out) == (1, "")
     assert said.err == "roxxel-dist: step 3 could not be saved: no space left\n"
-    with pytest.raises(NotSaved, match=r"did not save within 0.3 s: see its log; wait longer with --timeout"):
+    with pytest.raises(NotSaved, match=r"did not save within 0.3 s: see its log; wait longer with timeout=SECONDS"):
         ask_for_checkpoint(tmp_path, 0.3)
     job = answering(tmp_path, None, held.release)
     with pytest.raises(NotSaved, match="ended before it saved"):
