@@ -391,7 +391,6 @@ class HostPool:
     def _lose(
         self, link: HostConnection, text: str, code: int = EXIT_HOST_LOST, *, gone: bool = False, **more: bool
     ) -> HostLost:
-        """`gone`: so are its ranks; `more`: fields of the loss."""
         self.forget(link)
         seen = link.last_seen
         gone_by = 0.0 if gone else seen + self.limits.quiet_s + self._limit_s(link) + self.limits.gone_s
@@ -438,10 +437,11 @@ class HostPool:
             limit = self._limit_s(link)
             if now - link.last_seen > limit:
                 link.process.kill()
-                why = "its network link is cut, or it is overloaded or stuck"
+                who, code = f"host {link.host}", EXIT_HOST_LOST
+                text = f"{who} has sent nothing for {limit:g} s (its network link is cut, or it is overloaded or stuck)"
                 if link.leased and link.ready and len(self.all) > 1:
-                    why = "--host-lease; nor had other hosts at first: the link of this machine was cut"
-                text, code = f"host {link.host} has sent nothing for {limit:g} s ({why})", EXIT_HOST_LOST
+                    text = f"{who} has sent nothing for {limit:g} s (--host-lease; nor had other hosts at first: the "
+                    text += "link of this machine was cut)"
                 yield link, self._lose(link, text, code if link.ready else EXIT_PREFLIGHT, with_host=True)
             elif self._kill_by is not None and now > self._kill_by:
                 ranks = ", ".join(map(str, link.ranks))
