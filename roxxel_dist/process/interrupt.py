@@ -289,7 +289,7 @@ class SignalPipe:
             self._suspended = time.monotonic()
             self._info(
                 "SLURM suspends the job: launcher and ranks stand still until it resumes the job (`scontrol resume "
-                f"{os.environ['SLURM_JOB_ID']}`), and go on where they were"
+                f"{os.environ['SLURM_JOB_ID']}`); after more than some seconds the ranks start again"
             )
         elif number == signal.SIGTSTP:
             self._info("Ctrl-Z is not followed: hosts that hear nothing from here for long end their ranks")

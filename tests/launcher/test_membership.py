@@ -238,7 +238,9 @@ def test_a_request_that_comes_before_the_first_look_is_no_one_of_a_launch_before
     os.utime(earlier, (1.0, 1.0))
     job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path)
     happened = SimpleQueue[Any]()
-    with inbox.Inbox(job, listing("a"), happened, since=2.0):
+    backend = listing("a")
+    monkeypatch.setattr(backend, "check_joining", lambda hosts: None)
+    with inbox.Inbox(job, backend, happened, since=2.0):
         event, reply = happened.get(timeout=30)
     reply(events.Answer(done=True, text="followed"))
     assert event.hosts == ("b",)

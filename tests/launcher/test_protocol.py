@@ -91,11 +91,12 @@ BEHIND = {
     "the last word of a guard": (LAST, [{"type": "gone", "code": 137}], ""),
     "the same, and words of a client": (b"Terminated" + LAST, [{"type": "gone", "code": 137}], ""),
     "a message: another process printed in the middle": (b"\n" + encode({"type": "done"}, "5e7"), [], "is no message"),
+    "the end of its line": (b"\n", [], "is no message"),
     "another such piece": (b"\n" + CUT + LAST, [], "is no message"),
 }
 
 
-@pytest.mark.parametrize("size", [7, 1 << 20])
+@pytest.mark.parametrize("size", [10, 1 << 20])
 @pytest.mark.parametrize("case", BEHIND)
 def test_a_program_that_is_killed_within_a_message_loses_no_other_one(case: str, size: int) -> None:
     behind, taken, said = BEHIND[case]

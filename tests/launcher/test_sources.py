@@ -70,7 +70,8 @@ def test_each_source_is_told_however_long_its_path_is(
     folder: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads, writes = os.pipe()
-    os.set_blocking(writes, False)
+    for fd in (reads, writes):
+        os.set_blocking(fd, False)
     fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 1 << 20)
     monkeypatch.setenv(PIPE_ENV, f"{writes}:{os.fstat(writes).st_ino}")
     pipe, recorder = AgentPipe(), sources.SourceRecorder()

@@ -1,10 +1,10 @@
 """One per host: obeys the controller, starts the ranks (`ranks.py`), and ends them with itself.
 
-One thread, one epoll, and no blocking call: pidfds report the ends of ranks, orders and output come by pipe, and other
-processes do the killing (`process_tree`). The agent takes orders from its stdin alone, and hands a system's requests to
-end on to the controller (HANDED_ON). When stdin ends, or is silent for longer than the heartbeat timeout, the
-controller is lost: the agent ends, and with it the ranks. Where no host receives from the controller, ranks live on for
-the job's lease (`HostLease`). Decision 24.
+One thread, one epoll, which waits beside it for the start of a keeper and answers of file systems alone: pidfds report
+the ends of ranks, orders and output come by pipe, and other processes do the killing (`process_tree`). The agent takes
+orders from its stdin alone, and hands a system's requests to end on to the controller (HANDED_ON). When stdin ends, or
+is silent for longer than the heartbeat timeout, the controller is lost: the agent ends, and with it the ranks. Where no
+host receives from the controller, ranks live on for the job's lease (`HostLease`). Decision 24.
 """
 
 import fcntl

@@ -158,6 +158,13 @@ class Subreaper:
         return True
 
 
+def _receive(control: socket.socket) -> bytes:
+    """The next message; empty where the other end is gone, also if it had not read all: what it said comes first."""
+    with suppress(ConnectionResetError):
+        return control.recv(32)
+    return control.recv(32)
+
+
 class ProcessTree:
     """A program under a keeper: a small process, forked from this one, that adopts all orphans of the program.
 
@@ -203,7 +210,7 @@ class ProcessTree:
         self.code: int | None = None
         """How the program ended, as soon as the keeper has said so (negative: a signal)."""
         self.is_empty: bool = False
-        """Whether nothing is left of it."""
+        """Whether nothing is left of it, but for what its keeper could not kill and has left to the guard."""
 
     @property
     def fd(self) -> int:
@@ -212,11 +219,7 @@ class ProcessTree:
 
     def receive(self) -> None:
         """Take in one message of the keeper."""
-        try:
-            said = self._control.recv(32)
-        except ConnectionResetError:  # it ended before it had read every order; what it said is still to be read
-            said = self._control.recv(32)
-        if said:
+        if said := _receive(self._control):
             self.code = int(said)
         else:
             self.is_empty = True
@@ -267,14 +270,9 @@ class SpawnedTree(ProcessTree):
 
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
+            words = [sys.executable, "-P", "-S", __file__, "keep", str(linger_s), str(kill_s), *command]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-S", __file__, "keep", str(linger_s), str(kill_s), *command],
-                stdin=far.fileno(),
-                stdout=output,
-                stderr=output,
-                env=env,
-                cwd=directory,
-                start_new_session=True,
+                words, stdin=far.fileno(), stdout=output, stderr=output, env=env, cwd=directory, start_new_session=True
             )
         self._kill_s, self._poll = kill_s, select.poll()  # select() knows no descriptor above 1,023
         self._meet(near, self._process.pid)
@@ -378,10 +376,7 @@ def _keep(control: socket.socket, child: int, linger_s: float, kill_s: float) ->
         if wakes in ready:
             os.read(wakes, 1024)
         if control in ready:
-            try:
-                order = control.recv(16)
-            except ConnectionResetError:  # the other end is gone, and has not read the report
-                order = b""
+            order = _receive(control)
             if order not in (STOP, STOP_GROUP):
                 break
             tree.ask_to_stop(SESSION if order == STOP else GROUP)
@@ -432,15 +427,9 @@ def beat(heartbeat: int) -> None:
 
 
 def _guard(child: int, limit_s: float, kill_s: float, nonce: str, folders: Sequence[str]) -> NoReturn:
-    tree = Subreaper(child)
-
-    def hand_on(number: int, _: object) -> None:
-        with suppress(ProcessLookupError):  # it has just been reaped
-            if tree.code is None:
-                os.kill(child, number)
-
+    tree, started = Subreaper(child), stat(child)[STARTED]
     for number in HANDED_ON:  # SLURM may signal the process group of the step alone, in which the agent is not
-        signal.signal(number, hand_on)
+        signal.signal(number, lambda number, _: send(child, started, number))  # it may have been reaped
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
     while select.select([0], [], [], None if limit_s == math.inf else limit_s)[0] and os.read(0, 1 << 16):
         pass

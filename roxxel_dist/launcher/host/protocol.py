@@ -11,7 +11,8 @@ From the agent: warm (why: no rank can run here; empty where spares are ready, o
                 second, also where none did) · note (text, for people) ·
                 code (files: [[rank, module, path, checksum]], each content of a module once) ·
                 dumped (ranks: [[rank, state, listens]], suspects: variables that may part them) ·
-                exit (rank, pid, code, killed_by_us, step) · done
+                exit (rank, pid, code, killed_by_us, step) · done · saved (step) ·
+                signal (number: a system asks this host to end; told within an attempt alone)
 From its guard: gone (code, when the agent has ended, and all that it had started; a client may have another code)
 """
 
@@ -83,12 +84,18 @@ class Decoder:
                 self._cut = line
                 continue
             if message is None or (self._cut and message.get("type") != "gone"):
-                raise UserError(f"{(self._cut or line)[:80].decode(errors='replace')!r} is no message of roxxel-dist")
+                raise self._damage(self._cut or line)
             if self._begin:
                 del message["n"]
                 self._refuse_terminal(line)
             self._is_first = False
+            self._cut = b""
             yield message
+        if self._cut and not rest:  # its guard speaks with the end of that line
+            raise self._damage(self._cut)
+
+    def _damage(self, line: bytes) -> UserError:
+        return UserError(f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist")
 
     def _leave_out(self, line: bytes) -> None:
         """Take note of a line that is no message. Raises ValueError for an order that comes back."""

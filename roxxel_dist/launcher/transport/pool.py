@@ -366,9 +366,8 @@ class HostPool:
     def _await_client(self, link: HostConnection) -> None:
         """The agent ended by itself; its client, such as ssh, may stay for a moment, and has its exit code."""
         if link not in self._leaving:
-            self._leaving[link] = time.monotonic() + (
-                self.limits.agent_end_s if link.gone is None else self.limits.linger_s
-            )
+            wait_s = self.limits.agent_end_s if link.gone is None else self.limits.linger_s
+            self._leaving[link] = time.monotonic() + wait_s
             if link.unfinished:
                 self.kill()  # the others: they need not wait for it
 
@@ -390,28 +389,12 @@ class HostPool:
         return self._lose(link, text, 128 - code if code < 0 else EXIT_HOST_LOST, died=True, gone=True)
 
     def _lose(
-        self,
-        link: HostConnection,
-        text: str,
-        code: int = EXIT_HOST_LOST,
-        *,
-        with_host: bool = False,
-        died: bool = False,
-        by_link: bool = False,
-        gone: bool = False,
+        self, link: HostConnection, text: str, code: int = EXIT_HOST_LOST, *, gone: bool = False, **more: bool
     ) -> HostLost:
         self.forget(link)
-        gone_by = 0.0 if gone else link.last_seen + self.limits.quiet_s + self._limit_s(link) + self.limits.gone_s
-        return HostLost(
-            host=link.host,
-            code=code,
-            text=text,
-            last_seen=link.last_seen,
-            with_host=with_host,
-            died=died,
-            by_link=by_link,
-            gone_by=gone_by,
-        )
+        seen = link.last_seen
+        gone_by = 0.0 if gone else seen + self.limits.quiet_s + self._limit_s(link) + self.limits.gone_s
+        return HostLost(host=link.host, code=code, text=text, last_seen=seen, gone_by=gone_by, **more)
 
     def _limit_s(self, link: HostConnection) -> float:
         """Seconds that the host may be silent."""
@@ -454,16 +437,12 @@ class HostPool:
             limit = self._limit_s(link)
             if now - link.last_seen > limit:
                 link.process.kill()
-                text = (
-                    f"host {link.host} has sent nothing for {limit:g} s (its network link is cut, or it is "
-                    "overloaded or stuck)"
-                )
+                who, code = f"host {link.host}", EXIT_HOST_LOST
+                text = f"{who} has sent nothing for {limit:g} s (its network link is cut, or it is overloaded or stuck)"
                 if link.leased and link.ready and len(self.all) > 1:
-                    text = (
-                        f"host {link.host} has sent nothing for {limit:g} s (--host-lease; nor had other hosts at "
-                        "first: the link of this machine was cut)"
-                    )
-                yield link, self._lose(link, text, EXIT_HOST_LOST if link.ready else EXIT_PREFLIGHT, with_host=True)
+                    text = f"{who} has sent nothing for {limit:g} s (--host-lease; nor had other hosts at first: the "
+                    text += "link of this machine was cut)"
+                yield link, self._lose(link, text, code if link.ready else EXIT_PREFLIGHT, with_host=True)
             elif self._kill_by is not None and now > self._kill_by:
                 ranks = ", ".join(map(str, link.ranks))
                 text = f"host {link.host}: of the ranks {ranks}, not all are gone {self.limits.kill_s:g} s after they "
