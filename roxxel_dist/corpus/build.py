@@ -18,10 +18,10 @@ from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.corpus.to_bucket import BucketOut
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
-from roxxel_dist.data.files.discovery import check_local, names_objects
+from roxxel_dist.data.files.discovery import BUILD_FILE, check_local, names_objects
 from roxxel_dist.data.files.format import Metadata
 from roxxel_dist.data.files.shard import Shard
-from roxxel_dist.data.files.writer import BUILD_FILE, write_shards
+from roxxel_dist.data.files.writer import write_shards
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
 from roxxel_dist.process import interrupt

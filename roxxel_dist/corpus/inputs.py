@@ -13,9 +13,9 @@ import xxhash
 from roxxel_dist.corpus.find import Corpus, find_corpus, shown_names
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.discovery import has_text, is_tokens
+from roxxel_dist.data.files.discovery import BUILD_FILE, has_text, is_tokens
 from roxxel_dist.data.files.format import MOST_SHARD_BYTES, MOST_WORKERS, check_range
-from roxxel_dist.data.files.writer import BUILD_FILE, WriteOptions
+from roxxel_dist.data.files.writer import WriteOptions
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer, check_vocabulary
 from roxxel_dist.process.exit_codes import MissingFileError, UserError
 from roxxel_dist.utils.display import ProgressBars
