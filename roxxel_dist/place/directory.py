@@ -198,8 +198,13 @@ def check_still_there(run: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder has a run, or one that is starting."""
-    return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
+    """Whether a folder has a run, or one that is starting; not with the empty config of an unfinished copy."""
+    return has_config(folder) or ((folder / METRICS).is_file() and not (folder / CONFIG).exists())
+
+
+def has_config(folder: Path) -> bool:
+    """Whether a folder has the config of a run, and not only the beginning of a copy."""
+    return (folder / CONFIG).is_file() and (folder / CONFIG).stat().st_size > 0
 
 
 def is_of_program(folder: Path) -> bool:
@@ -219,7 +224,9 @@ def no_run(folder: Path, name: str = "") -> str:
         return f"{name} is not a run: there is no {name}/{CONFIG}; check the address"
     if is_study(folder):
         return f"{folder} is a study: name the run of a trial, such as {folder / 'trials' / '0'}"
-    if is_run(folder) and not (folder / CONFIG).exists():
+    if (folder / CONFIG).is_file():
+        return f"{folder / CONFIG} is empty: copy it again"
+    if is_run(folder):
         return (
             f"{folder} has no {CONFIG}: a program of yours made its model and trained it with a Trainer, and no "
             f"command can make that model. Use the model in that program, or train it with "
@@ -228,16 +235,13 @@ def no_run(folder: Path, name: str = "") -> str:
         )
     inside, beside = _runs_in(folder), _runs_in(folder.parent)
     if inside:
-        return f"{folder} is a folder of runs: name runs in it, such as {inside[0]}" + (
-            f" and {inside[1]}" if inside[1:] else ""
-        )
+        runs = f"runs: name runs in it, such as {' and '.join(map(str, inside[:2]))}"
+        studies = f"studies: name one of them, such as {inside[0]}"
+        return f"{folder} is a folder of {studies if all(map(is_study, inside)) else runs}"
     what = f"{folder} is not a run directory: it has no {CONFIG}" if folder.exists() else f"there is no {folder}"
-    near = difflib.get_close_matches(folder.name, [run.name for run in beside], n=1, cutoff=0.5)
-    if near:
-        return f"{what}: did you mean {folder.parent / near[0]}?"
-    return what + (
-        f": {folder.parent} has {', '.join(run.name for run in beside)}" if beside else ": name the folder of a run"
-    )
+    near = difflib.get_close_matches(folder.name, [run.name for run in beside if run != folder], n=1, cutoff=0.5)
+    hint = f"{folder.parent} has {', '.join(run.name for run in beside)}" if beside else "name the folder of a run"
+    return f"{what}: did you mean {folder.parent / near[0]}?" if near else f"{what}: {hint}"
 
 
 def is_study(folder: str | Path) -> bool:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CURSOR
@@ -40,7 +41,9 @@ def check_run_folder(run: Path, name: str = "") -> None:
 
     A folder that does not exist, an empty one, one with other files, such as notes, and that of a run are fine.
     """
-    name, other = name or str(run), "runs/first"
+    name = name or str(run)
+    others = chain(["runs/first"], map("runs/run_{}".format, count(2)))
+    other = next(place for place in others if not os.path.exists(place))
     if not run.is_dir() or has_begun(run):
         return
     if (place := os.path.realpath(run)) in ("/", os.path.realpath(Path.home())):
@@ -58,6 +61,13 @@ def check_run_folder(run: Path, name: str = "") -> None:
     if what or names:
         found = ", ".join(names[:3]) or STUDY
         text = f"holds {what} ({found})" if what else f"has {found}, which no run made and a run would replace"
+        if names and not what and (config := run / RUN_FILES[0]).is_file():
+            data = config.read_bytes()
+            if not data or b"\nrecord:\n" in data:
+                of_run = "whose config.yaml is empty" if not data else f"which has {found} of a run and no step of it"
+                raise UserError(
+                    f"run_dir is {name}, {of_run}: copy the whole run again, or name another folder, such as {other}"
+                )
         raise UserError(f"run_dir is {name}, which {text}: name another folder, such as {other}")
 
 
