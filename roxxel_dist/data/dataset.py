@@ -82,9 +82,11 @@ class Roxxel:
         if self._closed:
             raise UserError(f"{self.filepath}: the data set was closed; open it again with Roxxel(...)")
         if self._opened is None:
+            one = isinstance(self.filepath, (str, os.PathLike)) and os.path.exists(self.filepath)
+            text = self.filepath if one else "TEXT"
             raise NoShardsError(
-                f"{self.filepath}: no .rox file there, nor .npy or .bin. Check the path, write() to it, or build a "
-                "data set with `roxxel-dist data build TEXT --out DIR`"
+                f"{self.filepath}: no .rox file there, nor .npy or .bin. Check the path, or build a data set of text: "
+                f"`roxxel-dist data build {text} --out DIR`"
             )
         return self._opened
 
