@@ -125,16 +125,16 @@ def check_settings(
     max_shard_bytes: int | None,
     val_fraction: float = 0.0,
     vocab_size: int | None = None,
-    trains: bool = False,
+    trains: str | None = None,
 ) -> list[Path]:
-    """The input paths as a list; `trains` says that the tokenizer is to be trained.
+    """The input paths as a list; `trains` is the kind of the tokenizer, where it is to be trained.
 
     Raises ValueError for an invalid setting, or if a folder is both input and output.
     """
     if workers is not None:
         check_range("workers", workers, MOST_WORKERS, "processes")
-    if trains:
-        check_vocabulary(vocab_size)
+    if trains is not None:
+        check_vocabulary(trains, vocab_size)
     if max_shard_bytes is not None:
         check_range("max_shard_bytes", max_shard_bytes, MOST_SHARD_BYTES, "bytes of tokens in a shard")
     if not 0 <= val_fraction < 1:

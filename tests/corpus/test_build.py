@@ -250,6 +250,29 @@ def test_mistakes_are_named_and_leave_nothing(texts, tmp_path, monkeypatch, opti
     assert os.listdir(tmp_path) == ["texts"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 256}, "vocab_size=256: a bpe tokenizer has at least 257 ids"),
+        ({"tokenizer": "byte", "vocab_size": 10}, "vocab_size=10: a byte tokenizer has at least 257 ids"),
+        ({"out": "/proc/out"}, "the folder /proc/out cannot be written"),
+        ({"out": "texts/a.md"}, "is a file"),
+        ({"out": "model"}, "model has tokenizer.json and no shards, so no build made it"),
+    ],
+)
+def test_what_no_build_can_do_is_refused_before_the_texts_are_read(
+    texts, tmp_path, monkeypatch, capsys, options, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("of the user")
+    with pytest.raises(UserError, match=message):
+        build("texts", **{"out": "new/out", **options})
+    assert capsys.readouterr() == ("", "")
+    assert sorted(os.listdir(tmp_path)) == ["model", "texts"]
+    assert os.listdir(tmp_path / "model") == ["tokenizer.json"]
+
+
 # Gets a signal when it opens a certain file to write.
 BUILD = """
 import os, sys
