@@ -16,10 +16,10 @@ from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_setti
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
-from roxxel_dist.data.files.discovery import NoShardsError, names_objects
+from roxxel_dist.data.files.discovery import BUILD_FILE, NoShardsError, names_objects
 from roxxel_dist.data.files.shard import Shard
-from roxxel_dist.data.files.slices import TokenFile
-from roxxel_dist.data.files.writer import BUILD_FILE, write_shards
+from roxxel_dist.data.files.slices import TokenFile, fingerprints
+from roxxel_dist.data.files.writer import write_shards
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.verify import find_damage
 from roxxel_dist.process.durable import write_file
@@ -103,7 +103,9 @@ def append(
                 raise UserError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
             repeated = count_repeated(there, shards)
             record[APPENDED] = [*record.get(APPENDED, []), added]
-            record.pop("fingerprint", None)  # the folder is no longer the result of `build` alone
+            *_, record["fingerprint"] = fingerprints(
+                (shard.metadata.chain, 0, shard.metadata.tokens) for shard in (*there, *shards)
+            )
             write_file(staged / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
             publish(staged, ())
         whole = Roxxel(out)

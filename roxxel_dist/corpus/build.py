@@ -18,10 +18,10 @@ from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.corpus.to_bucket import BucketOut
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
-from roxxel_dist.data.files.discovery import check_local, names_objects
+from roxxel_dist.data.files.discovery import BUILD_FILE, check_local, names_objects
 from roxxel_dist.data.files.format import Metadata
 from roxxel_dist.data.files.shard import Shard
-from roxxel_dist.data.files.writer import BUILD_FILE, write_shards
+from roxxel_dist.data.files.writer import write_shards
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
 from roxxel_dist.process import interrupt
@@ -104,8 +104,11 @@ def build(
         max_shard_bytes=max_shard_bytes,
         val_fraction=val_fraction,
         vocab_size=vocab_size,
-        trains=str(tokenizer) in get_args(Kind),
+        trains=str(tokenizer) if str(tokenizer) in get_args(Kind) else None,
     )
+    if bucket is None and not any((out / split / BUILD_FILE).exists() for split in ("", *SPLITS)):
+        with writing(out):  # before the inputs are read
+            _check_place(out)
     ready = load_tokenizer(tokenizer, vocab_size, eos_token)
     tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
     inputs = BuildInputs(
@@ -167,8 +170,8 @@ def _build_held(
     replaced = {
         split: _files_of(out / split) for split in ("", *SPLITS) if split in missing or split not in inputs.splits
     }
-    for name in replaced.get("", []) if not any(out.glob("*.rox")) else []:
-        raise UserError(f"{out} has {name} and no shards, so no build made it: choose another folder, or move it away")
+    if "" in replaced:
+        _check_place(out)
     names = [f"{split}/{name}".lstrip("/") for split in replaced for name in replaced[split]]
     if names and not overwrite:
         raise UserError(
@@ -312,6 +315,15 @@ def _files_of(folder: Path) -> list[str]:
         return []
     beside = (TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE)
     return sorted(shards + [name for name in beside if (folder / name).exists()])
+
+
+def _check_place(out: Path) -> None:
+    """Raises UserError for a folder with files that a build would replace and none has made."""
+    names = _files_of(out)
+    if names and not any(out.glob("*.rox")):
+        raise UserError(
+            f"{out} has {names[0]} and no shards, so no build made it: choose another folder, or move it away"
+        )
 
 
 def _is_built(folder: Path, inputs: BuildInputs) -> bool:

@@ -11,8 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from roxxel_dist.corpus.documents import TEXT_FILES, TextFile, how_to_convert, kind_of, saved_data_set, text_file
-from roxxel_dist.data.files.discovery import ENDING
-from roxxel_dist.data.files.writer import BUILD_FILE
+from roxxel_dist.data.files.discovery import BUILD_FILE, ENDING, build_record
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 from roxxel_dist.process.exit_codes import MissingFileError, UserError
 from roxxel_dist.utils.display import size
@@ -104,7 +103,7 @@ class _Found:
             folder, prefix = stack.pop()
             entered.add(os.path.realpath(folder))
             files, folders = self._look(folder, prefix, count=True)
-            of_data_set = _of_data_set({path.name for path, _ in files})
+            of_data_set = _of_data_set(folder, {path.name for path, _ in files})
             for path, relative in files:
                 if path.name in of_data_set:
                     self.passed_by[OF_DATA_SETS].append(path)
@@ -255,9 +254,10 @@ def _read(found: _Found, shown: str, left_out: list[str]) -> Corpus:
     )
 
 
-def _of_data_set(names: Set[str]) -> Set[str]:
+def _of_data_set(folder: Path, names: Set[str]) -> Set[str]:
     """The files of a folder, by their names, that are a data set of ours or of `datasets`: its JSON is no text."""
-    if tokens := {name for name in names if name.endswith(ENDING)}:
+    tokens = {name for name in names if name.endswith(ENDING)}
+    if tokens or (BUILD_FILE in names and build_record((folder / BUILD_FILE).read_bytes()) is not None):
         return tokens | (names & {TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE})
     if names >= SAVED:
         return SAVED | {name for name in names if name.endswith(".arrow")}

@@ -13,9 +13,9 @@ import xxhash
 from roxxel_dist.corpus.find import Corpus, find_corpus, shown_names
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.discovery import has_text, is_tokens
+from roxxel_dist.data.files.discovery import BUILD_FILE, has_text, is_tokens
 from roxxel_dist.data.files.format import MOST_SHARD_BYTES, MOST_WORKERS, check_range
-from roxxel_dist.data.files.writer import BUILD_FILE, WriteOptions
+from roxxel_dist.data.files.writer import WriteOptions
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer, check_vocabulary
 from roxxel_dist.process.exit_codes import MissingFileError, UserError
 from roxxel_dist.utils.display import ProgressBars
@@ -125,16 +125,16 @@ def check_settings(
     max_shard_bytes: int | None,
     val_fraction: float = 0.0,
     vocab_size: int | None = None,
-    trains: bool = False,
+    trains: str | None = None,
 ) -> list[Path]:
-    """The input paths as a list; `trains` says that the tokenizer is to be trained.
+    """The input paths as a list; `trains` is the kind of the tokenizer, where it is to be trained.
 
     Raises ValueError for an invalid setting, or if a folder is both input and output.
     """
     if workers is not None:
         check_range("workers", workers, MOST_WORKERS, "processes")
-    if trains:
-        check_vocabulary(vocab_size)
+    if trains is not None:
+        check_vocabulary(trains, vocab_size)
     if max_shard_bytes is not None:
         check_range("max_shard_bytes", max_shard_bytes, MOST_SHARD_BYTES, "bytes of tokens in a shard")
     if not 0 <= val_fraction < 1:

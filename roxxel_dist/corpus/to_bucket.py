@@ -15,8 +15,7 @@ from pathlib import Path
 import xxhash
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.discovery import ENDING
-from roxxel_dist.data.files.writer import BUILD_FILE
+from roxxel_dist.data.files.discovery import BUILD_FILE, ENDING
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.index import INDEX, write_index
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError

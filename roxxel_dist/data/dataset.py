@@ -1,7 +1,5 @@
 """`Roxxel`: the shards of a data set as one sequence of tokens and of documents."""
 
-import hashlib
-import json
 import operator
 import os
 from bisect import bisect_right
@@ -17,7 +15,7 @@ from roxxel_dist.data.files.discovery import DataPath, NoShardsError, Target, fi
 from roxxel_dist.data.files.foreign import ForeignFile
 from roxxel_dist.data.files.reader import MappedReader, WindowReader
 from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE
-from roxxel_dist.data.files.slices import ShardSlice, TokenFile, check_dtype, open_slices, slices_of, split_slice
+from roxxel_dist.data.files.slices import ShardSlice, TokenFile, fingerprints, open_slices, slices_of, split_slice
 from roxxel_dist.data.files.writer import WriteOptions, write_data_set
 from roxxel_dist.data.packing import segments_and_positions
 from roxxel_dist.data.remote.config import RemoteConfig
@@ -66,14 +64,13 @@ class Roxxel:
         if names_objects(self.filepath):
             self._forget()
             shards = open_shards(self.filepath, self._remote_config)
-            check_dtype(shards[0], self._dtype)
-            self._opened = slices_of(shards, alone=str(shards[0].path) == str(self.filepath))
+            self._opened = slices_of(shards, alone=str(shards[0].path) == str(self.filepath), dtype=self._dtype)
             return
         paths = find_shards(self.filepath)
         self._forget()
         # A single given file is a data set, whatever its number; a pattern with a single match may miss other shards.
         one_file = isinstance(self.filepath, (str, os.PathLike)) and paths == [Path(self.filepath)]
-        self._opened = open_slices(paths, alone=one_file, dtype=self._dtype) if paths else None
+        self._opened = open_slices(paths, alone=one_file, dtype=self._dtype, named=self.filepath) if paths else None
 
     def _forget(self) -> None:
         self._opened = None
@@ -85,9 +82,11 @@ class Roxxel:
         if self._closed:
             raise UserError(f"{self.filepath}: the data set was closed; open it again with Roxxel(...)")
         if self._opened is None:
+            one = isinstance(self.filepath, (str, os.PathLike)) and os.path.exists(self.filepath)
+            text = self.filepath if one else "TEXT"
             raise NoShardsError(
-                f"{self.filepath}: no .rox file there, nor .npy or .bin. Check the path, write() to it, or build a "
-                "data set with `roxxel-dist data build TEXT --out DIR`"
+                f"{self.filepath}: no .rox file there, nor .npy or .bin. Check the path, or build a data set of text: "
+                f"`roxxel-dist data build {text} --out DIR`"
             )
         return self._opened
 
@@ -157,8 +156,8 @@ class Roxxel:
     @cached_property
     def fingerprint(self) -> str:
         """32 hex digits that depend only on the contents and the ranges, not on the path or the time."""
-        content = [[part.shard.metadata.chain, part.low, part.high] for part in self._slices]
-        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+        *_, whole = fingerprints((part.shard.metadata.chain, part.low, part.high) for part in self._slices)
+        return whole
 
     # -- documents
 

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path, PosixPath
 from typing import Any, Self
 
@@ -50,7 +51,9 @@ def check_run_folder(run: Path, name: str = "") -> None:
 
     A folder that does not exist, an empty one, one with other files, such as notes, and that of a run are fine.
     """
-    name, other = name or str(run), "runs/first"
+    name = name or str(run)
+    others = chain(["runs/first"], map("runs/run_{}".format, count(2)))
+    other = next(place for place in others if not os.path.exists(place))
     if not run.is_dir() or has_begun(run):
         return
     if (place := os.path.realpath(run)) in ("/", os.path.realpath(Path.home())):
@@ -68,6 +71,13 @@ def check_run_folder(run: Path, name: str = "") -> None:
     if what or names:
         found = ", ".join(names[:3]) or STUDY
         text = f"holds {what} ({found})" if what else f"has {found}, which no run made and a run would replace"
+        if names and not what and (config := run / RUN_FILES[0]).is_file():
+            data = config.read_bytes()
+            if not data or b"\nrecord:\n" in data:
+                of_run = "whose config.yaml is empty" if not data else f"which has {found} of a run and no step of it"
+                raise UserError(
+                    f"run_dir is {name}, {of_run}: copy the whole run again, or name another folder, such as {other}"
+                )
         raise UserError(f"run_dir is {name}, which {text}: name another folder, such as {other}")
 
 
@@ -260,8 +270,13 @@ def check_still_there(run: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder has a run, or one that is starting."""
-    return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
+    """Whether a folder has a run, or one that is starting; not with the empty config of an unfinished copy."""
+    return has_config(folder) or ((folder / METRICS).is_file() and not (folder / CONFIG).exists())
+
+
+def has_config(folder: Path) -> bool:
+    """Whether a folder has the config of a run, and not only the beginning of a copy."""
+    return (folder / CONFIG).is_file() and (folder / CONFIG).stat().st_size > 0
 
 
 def is_of_program(folder: Path) -> bool:
@@ -281,7 +296,9 @@ def no_run(folder: Path, name: str = "") -> str:
         return f"{name} is not a run: there is no {name}/{CONFIG}; check the address"
     if is_study(folder):
         return f"{folder} is a study: name the run of a trial, such as {folder / 'trials' / '0'}"
-    if is_run(folder) and not (folder / CONFIG).exists():
+    if (folder / CONFIG).is_file():
+        return f"{folder / CONFIG} is empty: copy it again"
+    if is_run(folder):
         return (
             f"{folder} has no {CONFIG}: a program of yours made its model and trained it with a Trainer, and no "
             f"command can make that model. Use the model in that program, or train it with "
@@ -290,16 +307,13 @@ def no_run(folder: Path, name: str = "") -> str:
         )
     inside, beside = _runs_in(folder), _runs_in(folder.parent)
     if inside:
-        return f"{folder} is a folder of runs: name runs in it, such as {inside[0]}" + (
-            f" and {inside[1]}" if inside[1:] else ""
-        )
+        runs = f"runs: name runs in it, such as {' and '.join(map(str, inside[:2]))}"
+        studies = f"studies: name one of them, such as {inside[0]}"
+        return f"{folder} is a folder of {studies if all(map(is_study, inside)) else runs}"
     what = f"{folder} is not a run directory: it has no {CONFIG}" if folder.exists() else f"there is no {folder}"
-    near = difflib.get_close_matches(folder.name, [run.name for run in beside], n=1, cutoff=0.5)
-    if near:
-        return f"{what}: did you mean {folder.parent / near[0]}?"
-    return what + (
-        f": {folder.parent} has {', '.join(run.name for run in beside)}" if beside else ": name the folder of a run"
-    )
+    near = difflib.get_close_matches(folder.name, [run.name for run in beside if run != folder], n=1, cutoff=0.5)
+    hint = f"{folder.parent} has {', '.join(run.name for run in beside)}" if beside else "name the folder of a run"
+    return f"{what}: did you mean {folder.parent / near[0]}?" if near else f"{what}: {hint}"
 
 
 def is_study(folder: str | Path) -> bool:

@@ -68,6 +68,11 @@ class UserError(ValueError):
         return [f"{type(self).__name__}: {self}"]
 
 
+class FullDiskError(UserError):
+    """A disk or a quota is full, or a file may not be so large: no mistake in the command, which exits with
+    `EXIT_FAILED`: the same command is right when there is room."""
+
+
 class MissingFileError(FileNotFoundError, UserError):
     """A file or folder that the user named is not there."""
 

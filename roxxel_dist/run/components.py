@@ -30,7 +30,7 @@ from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.split import split_module
 from roxxel_dist.model.user_code import call_function, import_function, is_function
 from roxxel_dist.process import interrupt
-from roxxel_dist.process.exit_codes import UserError, pip_install
+from roxxel_dist.process.exit_codes import FullDiskError, UserError, pip_install
 from roxxel_dist.process.file_lock import print_line
 from roxxel_dist.process.progress import Progress
 from roxxel_dist.run.curriculum import (
@@ -282,9 +282,11 @@ def run_on_primary(what: str, act: Callable[[], Any]) -> None:
             with usage_errors():
                 act()
         except UserError as error:
-            message = str(error) or repr(error)
+            kind = "full" if isinstance(error, FullDiskError) else "usage"
+            message = f"{kind} {error}"
     if message := broadcast_from_primary(what, message, BUILD_LIMIT_S):
-        raise UserError(message)
+        kind, _, text = message.partition(" ")
+        raise (FullDiskError if kind == "full" else UserError)(text)
 
 
 def build_optimizer(config: Config, build: Callable[[], nnx.Module]) -> NamedOptimizer:

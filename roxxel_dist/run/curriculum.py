@@ -17,7 +17,7 @@ from roxxel_dist.data.files.discovery import NoShardsError, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.verify import check_sampled_ids
 from roxxel_dist.input.stream import locate_token
-from roxxel_dist.place.directory import CONFIG, DATA, is_run, no_run
+from roxxel_dist.place.directory import CONFIG, DATA, has_config, is_run, no_run
 from roxxel_dist.place.run_place import bucket_folder
 from roxxel_dist.process.durable import FormatError
 from roxxel_dist.process.exit_codes import UserError
@@ -170,7 +170,7 @@ def _local(source: str | Path) -> tuple[Path, Path | None]:
     bucket = bucket_folder(source)
     if bucket is None:
         folder = Path(source)
-        if folder.is_dir() and not (folder / CONFIG).exists():
+        if folder.is_dir() and not has_config(folder):
             raise UserError(no_run(folder))
         return folder, _newest(folder)
     folder = bucket.pull()

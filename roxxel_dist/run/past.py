@@ -94,7 +94,9 @@ class Past:
         """The path of the primary data set: as given, or as the earlier run recorded it."""
         path = config.primary_path(data_path) or data_of(self.config, self.new_fork and self.new_fork.run)
         if resume and not self.config and path is None:
-            near = difflib.get_close_matches(run.name, [file.parent.name for file in run.parent.glob(f"*/{CONFIG}")])
+            near = difflib.get_close_matches(
+                run.name, [file.parent.name for file in run.parent.glob(f"*/{CONFIG}") if file.parent != run]
+            )
             hint = f"did you mean {run.parent / near[0]}?" if near else "check run_dir"
             raise MissingFileError(f"there is no run {run}: {hint}; a new one needs {argument('data_path', 'PATH')}")
         if is_other_data and not is_tokens(path or ""):

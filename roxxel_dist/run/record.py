@@ -23,7 +23,7 @@ from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.split import count_by_module
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER, is_of_program
+from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER, has_config, is_of_program
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
@@ -288,8 +288,10 @@ def forked_from(
     if saved and skip_steps != skipped:
         was, now = ("{}:{}".format(*steps) if steps else None for steps in (skipped, skip_steps))
         raise UserError(f"skip_steps is {now}, and the run in {run} began with {was}: name another run_dir")
-    if not (local_run(given.run) / CONFIG).exists() and not is_of_program(local_run(given.run)):
-        raise UserError(f"fork is {given}: {given.run} is not a run directory, it has no {CONFIG}")
+    folder = local_run(given.run)
+    if not has_config(folder) and not is_of_program(folder):
+        what = "has an empty" if (folder / CONFIG).is_file() else "is not a run directory, it has no"
+        raise UserError(f"fork is {given}: {given.run} {what} {CONFIG}")
     return given, skip_steps
 
 

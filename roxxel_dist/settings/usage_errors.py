@@ -5,7 +5,7 @@ import errno
 from collections.abc import Iterator
 
 from roxxel_dist.objects.errors import StoreError
-from roxxel_dist.process.exit_codes import FileSystemError, OutputError, UserError, attempt_number
+from roxxel_dist.process.exit_codes import FileSystemError, FullDiskError, OutputError, UserError, attempt_number
 
 CURES = {
     errno.ENOENT: "check the path",
@@ -23,6 +23,8 @@ CURES = {
 }
 """Fixes for operating-system errors, by errno; other errors are not usage errors."""
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 AWAY = {
     errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV,
     errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
@@ -37,23 +39,25 @@ def usage_errors() -> Iterator[None]:
     In a later attempt of a job, files that cannot be reached are no mistake, because earlier attempts could read them.
 
     Raises:
-        UserError: with a message for the user.
+        UserError: with a message for the user; FullDiskError where it is none of the user's mistakes.
         FileSystemError: in a later attempt, where a file system may be unavailable.
     """
     try:
         yield
-    except (FileSystemError, OutputError):
+    except (FileSystemError, FullDiskError, OutputError):
         raise
     except UserError as error:
         if attempt_number() and _is_away(error):
             raise _unavailable(error) from error
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
+            raise FullDiskError(str(error)) from error
         raise
     except OSError as error:
         if (message := _refusal(error)) is None:
             raise
         if attempt_number() and _is_away(error):
             raise _unavailable(message) from error
-        raise UserError(message) from error
+        raise (FullDiskError if error.errno in FULL else UserError)(message) from error
 
 
 def _unavailable(problem: object) -> FileSystemError:

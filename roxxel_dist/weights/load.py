@@ -42,7 +42,7 @@ from roxxel_dist.model.parametrization import Width, rescale_to, widths
 from roxxel_dist.model.split import Leaves, Part, trace_module
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.model.user_code import call_function, import_function
-from roxxel_dist.place.directory import CONFIG, METRICS, TOKENIZER, is_study, no_run
+from roxxel_dist.place.directory import CONFIG, METRICS, TOKENIZER, has_config, is_study, no_run
 from roxxel_dist.place.run_place import bucket_run
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
@@ -100,7 +100,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
         if step is not None:
             raise UserError(f"{run} is a model of Hugging Face, which has no step {step}: leave the step out")
         return _of_hugging_face(run)
-    if not (run / CONFIG).exists() or is_study(run):
+    if not has_config(run) or is_study(run):
         raise UserError(no_run(run, absolute(named)))
     config = Config.from_yaml(run / CONFIG)
     checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others

@@ -159,11 +159,16 @@ def test_runs_of_one_name_and_fields_that_one_lacks(here):
         (["runs"], "runs is a folder of runs: name runs in it, such as runs/one and runs/two"),
         (["runs/one", "runs/one/data"], "runs/one/data is not a run directory: it has no config.yaml"),
         (["runs/xyzxyz"], "there is no runs/xyzxyz: runs has one, two"),
+        (["runs/begun"], "runs/begun/config.yaml is empty: copy it again"),
+        (["sweeps"], "sweeps is a folder of studies: name one of them, such as sweeps/a"),
         (["nowhere/at/all"], "there is no nowhere/at/all: name the folder of a run"),
         ([], "`report` needs RUNS (Run directories, or one study)"),
     ],
 )
 def test_what_is_no_run_is_one_message_and_exit_2(here, words, message, capsys):
+    for name in ("runs/begun/config.yaml", "sweeps/a/config.yaml", "sweeps/a/journal.jsonl", "sweeps/a/study.yaml"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("dim: 32\n" if "sweeps" in name else "")
     try:
         code = main(["report", *words])
     except SystemExit as left:  # the parser of the words speaks for itself

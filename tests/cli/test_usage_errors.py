@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 
 import jax
 import optax
@@ -11,7 +12,7 @@ from tables import one_test
 
 from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
-from roxxel_dist.process.exit_codes import FileSystemError, UserError
+from roxxel_dist.process.exit_codes import FileSystemError, FullDiskError, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import aligned
 
@@ -141,7 +142,9 @@ def test_files_that_are_away_are_a_mistake_at_first_and_later_a_file_systems(wor
         (errno.EACCES, UserError, FileSystemError),
         (errno.ESTALE, OSError, FileSystemError),
         (errno.EIO, OSError, FileSystemError),
-        (errno.ENOSPC, UserError, UserError),
+        (errno.ENOSPC, FullDiskError, FullDiskError),
+        (errno.EDQUOT, FullDiskError, FullDiskError),
+        (errno.EFBIG, FullDiskError, FullDiskError),
         (errno.ENAMETOOLONG, UserError, UserError),
     ],
 )
@@ -150,6 +153,19 @@ def test_what_a_file_system_says_that_is_away(number, first, later, monkeypatch)
         monkeypatch.setenv("ROXXEL_ATTEMPT", attempt)
         with pytest.raises(kind, match=f"shard: {os.strerror(number)}|{os.strerror(number)}: 'shard'"), usage_errors():
             raise OSError(number, os.strerror(number), "shard")
+
+
+@pytest.mark.parametrize("words", ["data build text.txt --out data --tokenizer byte", "train --data_path text.txt"])
+def test_a_full_disk_is_no_mistake_in_the_command(words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.txt").write_text(TEXT * 9)
+    monkeypatch.chdir(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        assert main(words.split()) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large: files may not be so large here (ulimit -f): raise the limit" in capsys.readouterr().err
 
 
 def test_no_run_begins_anew_where_steps_were_done(tmp_path, monkeypatch, capsys):

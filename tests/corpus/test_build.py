@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,10 +11,14 @@ import numpy as np
 import pytest
 from small_disks import mounted_disk
 
+from roxxel_dist.cli import main
 from roxxel_dist.cli.data import data_table
+from roxxel_dist.corpus.append import append
 from roxxel_dist.corpus.build import build
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.data.tokenizer.tokenizer import EOS, train_tokenizer
+from roxxel_dist.process.exit_codes import UserError
 
 FILES = {
     "b.txt": "beta\nbeta beta\n" * 30,
@@ -245,6 +250,29 @@ def test_mistakes_are_named_and_leave_nothing(texts, tmp_path, monkeypatch, opti
     assert os.listdir(tmp_path) == ["texts"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 256}, "vocab_size=256: a bpe tokenizer has at least 257 ids"),
+        ({"tokenizer": "byte", "vocab_size": 10}, "vocab_size=10: a byte tokenizer has at least 257 ids"),
+        ({"out": "/proc/out"}, "the folder /proc/out cannot be written"),
+        ({"out": "texts/a.md"}, "is a file"),
+        ({"out": "model"}, "model has tokenizer.json and no shards, so no build made it"),
+    ],
+)
+def test_what_no_build_can_do_is_refused_before_the_texts_are_read(
+    texts, tmp_path, monkeypatch, capsys, options, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("of the user")
+    with pytest.raises(UserError, match=message):
+        build("texts", **{"out": "new/out", **options})
+    assert capsys.readouterr() == ("", "")
+    assert sorted(os.listdir(tmp_path)) == ["model", "texts"]
+    assert os.listdir(tmp_path / "model") == ["tokenizer.json"]
+
+
 # Gets a signal when it opens a certain file to write.
 BUILD = """
 import os, sys
@@ -356,3 +384,59 @@ def test_a_full_disk_is_named_with_the_folder(tmp_path):
         with pytest.raises(OSError, match=r"No space left on device: '.*/disk/data'"):
             build(tmp_path / "text.txt", disk / "data", tokenizer="byte", progress=False)
         assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("shard", "record", "message"),
+    [
+        (None, None, "build.json of a data set and no shard: copy its .rox files again, or"),
+        ("shard_00000.rox.part", None, r"again \(shard_00000.rox.part is an unfinished copy\)"),
+        (".shard_00000.rox.Ab3d", "", r"again \(.shard_00000.rox.Ab3d is an unfinished copy\)"),
+        (None, "", "build.json of a data set and no shard"),
+        ("shard_00000.rox.md", '{"name": "of another program"}', None),
+    ],
+)
+def test_half_a_copy_of_a_data_set_is_no_text(texts, tmp_path, capsys, shard, record, message):
+    """Neither alone, nor within a folder of texts."""
+    out = texts / "sub" / "set"
+    build(texts, out, tokenizer="byte", progress=False).close()
+    (out / "shard_00000.rox").rename(out / shard) if shard else (out / "shard_00000.rox").unlink()
+    if record is not None:
+        (out / "build.json").write_text(record)
+    assert is_tokens(out) is (message is not None)
+    if message is not None:
+        for words in (["data", "info"], ["train", "--data_path"], ["data", "build", "--out", str(tmp_path / "n")]):
+            assert main([*words, str(out)]) == 2
+            assert re.search(f"set: it has .*{message}", capsys.readouterr().err)
+        with build(texts, tmp_path / "all", tokenizer="byte", progress=False) as dataset:
+            assert dataset.documents == len(ORDER)
+
+
+@pytest.mark.parametrize("added", ["", "build", "write"])
+def test_a_missing_last_shard_is_noticed(tmp_path, capsys, added):
+    """Each shard follows the one before it, but none says that another follows."""
+    data = tmp_path / "data"
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_text(f"{i} " * 100)
+    build([tmp_path / f"{i}.txt" for i in range(5)], data, tokenizer="byte", max_shard_bytes=800, progress=False)
+    if added == "build":
+        append(tmp_path / "5.txt", data, progress=False)
+    elif added == "write":
+        with Roxxel(data) as dataset:
+            dataset.write([np.ones(9, np.uint16)], append=True)
+    with Roxxel(data) as dataset:
+        paths, whole = [shard.path for shard in dataset.shards], dataset.fingerprint
+    away = paths[-2 if added == "write" else -1 :]
+    for path in away:
+        path.rename(f"{path}.part")
+    built = whole if added != "write" else ".*"
+    message = f"fingerprint {built}, and the .* shards here .* is missing .{away[0].name}.part is an unfinished"
+    with pytest.raises(UserError, match=message):
+        Roxxel(data)
+    with pytest.raises(UserError, match=message):
+        append(tmp_path / "5.txt", data, progress=False)
+    assert main(["data", "verify", str(data)]) == 1
+    assert main(["train", "--data_path", str(data), "--run_dir", str(tmp_path / "run")]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    with Roxxel(sorted(data.glob("*.rox"))) as named:
+        assert named.num_tokens, "shards that are named are a data set"

@@ -1,6 +1,7 @@
 """`data build` into a bucket: what is there at the end, and what an end before that leaves."""
 
 import random
+import re
 import subprocess
 import sys
 import time
@@ -9,9 +10,14 @@ import pytest
 
 from roxxel_dist.corpus.build import build
 from roxxel_dist.corpus.to_bucket import SentFiles
+from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.remote.index import INDEX, write_index
+from roxxel_dist.data.verify import verify_objects
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.utils.display import ProgressBars
 
 
 @pytest.fixture
@@ -58,6 +64,20 @@ def test_it_has_what_a_folder_would_have(texts, url, tmp_path):
     assert {key for key in found if key.endswith("index")} == {"train/shards.index", "val/shards.index"}
     assert {key: data for key, data in found.items() if not key.endswith("index")} == files(tmp_path / "local")
     assert list((tmp_path / "cache" / "roxxel-dist" / "builds").iterdir()) == []
+
+
+def test_a_missing_last_shard_is_noticed(texts, url):
+    built(texts, url)
+    store = ObjectStore.open(url)
+    store.delete([max(info.key for info in store.list() if info.key.endswith(".rox"))])
+    message = "build.json is of a data set with fingerprint .* a shard at the end is missing"
+    with pytest.raises(UserError, match=message):
+        write_index(store)
+    problems, _ = verify_objects(url, ProgressBars(False))
+    assert re.search(message, problems[0])
+    store.delete([INDEX])
+    with pytest.raises(UserError, match=message):
+        Roxxel(url)
 
 
 def test_it_is_built_once(texts, url, link):

@@ -256,6 +256,9 @@ def test_no_file_is_an_error_only_when_it_is_read(tmp_path):
     for use in (lambda: ds.num_tokens, lambda: len(ds), lambda: ds[0], lambda: ds.read(np.array([0]), 1), ds.verify):
         with pytest.raises(ValueError, match=r"none_\*\.rox: no \.rox file there.*data build"):
             use()
+    (tmp_path / "words.txt").write_text("some text")
+    with pytest.raises(ValueError, match=f"build a data set of text: `roxxel-dist data build {tmp_path} --out DIR`"):
+        len(Roxxel(tmp_path))
     ds.write(["now"])
     assert ds[0].tobytes() == b"now"
 

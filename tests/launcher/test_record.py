@@ -83,15 +83,18 @@ def test_an_exception_of_the_launcher_ends_the_entry() -> None:
     assert (only().state, only().code) == ("ended", 1)
 
 
-def test_a_list_that_cannot_be_written_is_said_once_and_ends_nothing(state: Path, capfd) -> None:
+@pytest.mark.parametrize("place", ["file", "/proc"])
+def test_a_list_that_cannot_be_written_is_said_once_and_ends_nothing(place, state, monkeypatch, capfd) -> None:
     state.write_text("a file where a folder should be")
+    if place != "file":
+        monkeypatch.setenv("XDG_STATE_HOME", place)
     with JobRecorder(spec(), LocalBackend()) as register:
         register.update(state="running")
         register.update(state="stopping")
         register.end(0)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("roxxel-dist: cannot write ")
-    assert line.endswith("`ps` does not show how this job goes")
+    assert line.startswith(f"roxxel-dist: cannot write {index.state_dir() if place == 'file' else '/proc/roxxel-dist'}")
+    assert line.endswith("`ps` does not show how this job goes; set XDG_STATE_HOME to a folder that can be written")
     assert index.entries() == []
 
 

@@ -87,6 +87,37 @@ def test_a_run_never_begins_over_files_that_no_run_made(tmp_path, text, corpus, 
     assert "name another folder" in why_no_run(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("", "whose config.yaml is empty: copy the whole run again"),
+        ("dim: 8\nrecord:\n  format: 1\n", "which has config.yaml, metrics.jsonl of a run and no step of it: copy"),
+    ],
+)
+def test_half_a_copy_of_a_run_is_no_run(tmp_path, monkeypatch, capsys, config, message):
+    folder = fill(tmp_path / "half", "metrics.jsonl")
+    (folder / "config.yaml").write_text(config)
+    fill(tmp_path / "runs/first", "config.yaml")
+    monkeypatch.chdir(tmp_path)
+    before = contents(folder)
+    assert main(["train", "--run_dir", "half", "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert f"run_dir is half, {message}" in said
+    assert "name another folder, such as runs/run_2" in said
+    for words in [
+        "report half",
+        "eval half",
+        "generate half",
+        "batch half --step 1",
+        "top --once half",
+        "plan --run half",
+    ]:
+        if not config and words.split()[0] != "plan":
+            assert main(words.split()) == 2
+            assert "half/config.yaml is empty: copy it again" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
 @pytest.mark.parametrize("place", ["/", "home", "a link to it"])
 def test_neither_the_root_nor_the_home_is_a_run(tmp_path, text, monkeypatch, place):
     home = tmp_path / "home"

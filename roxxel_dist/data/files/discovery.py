@@ -1,11 +1,13 @@
 """Find the shards on disk for a path from the user: a file, a folder, a pattern, a prefix, or a list of those."""
 
 import glob
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from roxxel_dist.data.files.atomic_dir import finish_interrupted
 from roxxel_dist.objects.url import SCHEMES, ObjectUrl, is_url
@@ -15,6 +17,8 @@ DataPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 ENDING = ".rox"
 ENDINGS = (ENDING, ".npy", ".bin", ".idx")
 """The endings of all token files; the last three are read in place (`data.files.foreign`)."""
+BUILD_FILE = "build.json"
+"""The record of a build beside its shards: inputs and settings, and the fingerprint of the data set."""
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # a Path keeps only one slash
 TEXT_ENDINGS = (".txt", ".text", ".md", ".py", ".jsonl", ".parquet")
 
@@ -120,10 +124,38 @@ def _in_folder(folder: Path) -> list[Path]:
     shards = _preferred(path for path in folder.iterdir() if not path.name.startswith(".") and is_file(path))
     splits = [path for path in shards if path.suffix != ENDING and path.stem in ("train", "val")]
     if not shards:
-        splits = [path for path in (folder / "train", folder / "val") if any(path.glob(f"*{ENDING}"))]
+        splits = [path for path in (folder / "train", folder / "val") if any(path.glob(f"*{ENDING}")) or _traces(path)]
     if len(splits) == 2:
         raise UserError(f"{folder} holds data to train on and to validate with: name {splits[0]} or {splits[1]}")
+    if not shards and (traces := _traces(folder)):
+        part = f" ({traces[0]} is an unfinished copy)" if traces[0] != BUILD_FILE else ""
+        raise UserError(
+            f"{folder}: it has {traces[-1]} of a data set and no shard: copy its {ENDING} files again{part}, or name "
+            "the folder of text"
+        )
     return shards
+
+
+def _traces(folder: Path) -> list[str]:
+    """The names of files that a copy of a data set has without its shards: unfinished ones, and then its record."""
+    record = folder / BUILD_FILE
+    is_built = record.is_file() and build_record(record.read_bytes()) is not None
+    return [*unfinished_copies(folder), *([BUILD_FILE] if is_built else [])]
+
+
+def unfinished_copies(folder: Path) -> list[str]:
+    """The names of files that a running, or a killed, copy of shards leaves: most programs add an ending."""
+    others = (*TEXT_ENDINGS, ".lock")
+    return sorted(path.name for path in folder.glob(f"*{ENDING}.*") if path.suffix not in others and path.is_file())
+
+
+def build_record(data: bytes) -> dict[str, Any] | None:
+    """What `data build` has recorded, from the bytes of a `build.json`; None where another program made the file."""
+    try:
+        record = json.loads(data)
+    except ValueError:
+        return None if data.strip(b"\0") else {}  # the place of a copy that has not begun
+    return record if isinstance(record, dict) and record.keys() >= {"inputs", "settings"} else None
 
 
 def is_tokens(path: DataPath) -> bool:

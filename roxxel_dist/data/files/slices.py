@@ -1,14 +1,18 @@
 """The slices of shards that a data set reads, and the check that files are one data set."""
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from roxxel_dist.data.files.discovery import BUILD_FILE, ENDING, build_record, unfinished_copies
 from roxxel_dist.data.files.foreign import NPY_MAGIC, OLD_MAGIC, OTHER_DTYPE, ForeignFile, last_bytes, open_foreign
-from roxxel_dist.data.files.format import MAGIC, storage_dtype
+from roxxel_dist.data.files.format import MAGIC, Metadata, storage_dtype
 from roxxel_dist.data.files.magic import refuse_known
 from roxxel_dist.data.files.reader import map_files, read_tokens
 from roxxel_dist.data.files.shard import Shard, check_ends
@@ -95,17 +99,24 @@ def split_slice(shard_slice: ShardSlice, val_fraction: float) -> tuple[ShardSlic
     return replace(shard_slice, high=cut, last_document=before), replace(shard_slice, low=cut, first_document=behind)
 
 
-def open_slices(paths: Sequence[Path], *, alone: bool = False, dtype: Any = None) -> tuple[ShardSlice, ...]:
+def open_slices(
+    paths: Sequence[Path], *, alone: bool = False, dtype: Any = None, named: object = None
+) -> tuple[ShardSlice, ...]:
     """Open the files of one data set as whole slices, in their order; files of other systems in the given order.
 
     A file named `alone` is a data set whatever its number. Raises ValueError, naming the file, if one is damaged,
-    missing, duplicate or of another data set.
+    missing, duplicate or of another data set; or if a folder that the user `named` has not all that was built there.
     """
-    return slices_of(open_files(paths, dtype), alone=alone)
+    slices = slices_of(open_files(paths, dtype), alone=alone)
+    if isinstance(named, (str, os.PathLike)):
+        _check_folder(Path(named), [part.shard for part in slices])
+    return slices
 
 
-def slices_of(files: Sequence[TokenFile], *, alone: bool = False) -> tuple[ShardSlice, ...]:
+def slices_of(files: Sequence[TokenFile], *, alone: bool = False, dtype: Any = None) -> tuple[ShardSlice, ...]:
     """Open files of one data set as whole slices, in their order; raises as `open_slices`."""
+    if isinstance(files[0], Shard):
+        check_dtype(files[0], dtype)
     slices: list[ShardSlice] = []
     first = 0
     for shard in _one_data_set(files, alone):
@@ -113,6 +124,40 @@ def slices_of(files: Sequence[TokenFile], *, alone: bool = False) -> tuple[Shard
         slices.append(ShardSlice(shard=shard, first=first, low=0, high=high, first_document=0, last_document=documents))
         first += high
     return tuple(slices)
+
+
+def fingerprints(content: Iterable[tuple[str, int, int]]) -> Iterator[str]:
+    """The fingerprint of the first part of a data set, of its first two, and so on; each is (chain, low, high)."""
+    digest, between = hashlib.blake2b(b"[", digest_size=16), ""
+    for part in content:
+        digest.update(f"{between}{json.dumps(part)}".encode())
+        (whole := digest.copy()).update(b"]")
+        yield whole.hexdigest()
+        between = ", "
+
+
+def check_copied(place: object, record: bytes, shards: Sequence[Metadata], unfinished: Sequence[str] = ()) -> None:
+    """Raises ValueError for the shards of a folder, in their order, without all those of the `record` of their build.
+
+    Shards that were added to them are fine.
+    """
+    built = (build_record(record) or {}).get("fingerprint")
+    found = list(fingerprints((shard.chain, 0, shard.tokens) for shard in shards))
+    if built is not None and built not in found:
+        part = f" ({unfinished[0]} is an unfinished copy)" if unfinished else ""
+        raise UserError(
+            f"{place}: {BUILD_FILE} is of a data set with fingerprint {built}, and the {len(found)} shards here have "
+            f"{found[-1]}: a shard at the end is missing{part}, or the file is of another data set: copy the folder "
+            "again"
+        )
+
+
+def _check_folder(folder: Path, shards: Sequence[TokenFile]) -> None:
+    """Raises ValueError for the shards of a folder, in their order, that are not all that were built there."""
+    record = folder / BUILD_FILE
+    # Where there are more of them now, these were whole before.
+    if isinstance(shards[0], Shard) and record.is_file() and len(list(folder.glob(f"[!.]*{ENDING}"))) == len(shards):
+        check_copied(folder, record.read_bytes(), [shard.metadata for shard in shards], unfinished_copies(folder))
 
 
 def open_files(paths: Sequence[Path], dtype: Any = None) -> list[TokenFile]:

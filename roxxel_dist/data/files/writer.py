@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from roxxel_dist.data.files.atomic_dir import FINISH_LIMIT_S, publish, staging, writing
-from roxxel_dist.data.files.discovery import Target
+from roxxel_dist.data.files.discovery import BUILD_FILE, Target
 from roxxel_dist.data.files.format import (
     DTYPES,
     MOST_SHARD_BYTES,
@@ -23,9 +23,6 @@ from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, ShardSettings, Shar
 from roxxel_dist.data.files.slices import TokenFile, open_slices
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
-
-BUILD_FILE = "build.json"
-"""The record of a build beside its shards: inputs and settings."""
 
 
 @dataclass(frozen=True, kw_only=True)

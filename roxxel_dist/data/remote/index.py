@@ -18,9 +18,10 @@ import msgpack
 import numpy as np
 import xxhash
 
+from roxxel_dist.data.files.discovery import BUILD_FILE
 from roxxel_dist.data.files.format import FOOTER, HEADER_BYTES, ShardLayout, checksum, npy_header, parse_end
 from roxxel_dist.data.files.shard import check_ends
-from roxxel_dist.data.files.writer import BUILD_FILE
+from roxxel_dist.data.files.slices import check_copied
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 from roxxel_dist.objects.store import ObjectInfo, ObjectStore
 from roxxel_dist.process.exit_codes import UserError
@@ -80,10 +81,18 @@ def write_index(store: ObjectStore) -> str:
         raise UserError(f"{store.url} has no shards (*.rox): nothing to write an index of. Check the address")
     with ThreadPoolExecutor(min(REQUESTS, len(shards), 8)) as pool:
         entries = list(pool.map(partial(_read_entry, store), shards))
+    check_build(store, objects, entries)
     data = pack(entries)
     if not store.supports_conditions():
         return store.write(INDEX, data)
     return store.write(INDEX, data, if_match=before, if_absent=before is None)
+
+
+def check_build(store: ObjectStore, objects: Iterable[ObjectInfo], entries: Sequence[ShardEntry]) -> None:
+    """Raises ValueError where the `entries` of all shards below a prefix are not all that were built there."""
+    if entries and any(info.key == BUILD_FILE for info in objects):
+        shards = sorted((entry.layout(entry.name).metadata for entry in entries), key=lambda shard: shard.index)
+        check_copied(store.url, store.read(BUILD_FILE), shards)
 
 
 def is_shard(key: str) -> bool:

@@ -14,7 +14,7 @@ from roxxel_dist.data.files.reader import WindowReader
 from roxxel_dist.data.remote.cache import ChunkCache
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher
-from roxxel_dist.data.remote.index import INDEX, ShardEntry, is_shard, read_ends, unpack
+from roxxel_dist.data.remote.index import INDEX, ShardEntry, check_build, is_shard, read_ends, unpack
 from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
@@ -91,8 +91,11 @@ def _entries(store: ObjectStore, cache: ChunkCache | None, pattern: str | None =
         with suppress(StoreNotFoundError):
             return _read_index(store, cache)
     begin = MAGIC_CHARACTERS.split(pattern)[0] if pattern else ""
-    shards = [info for info in store.list() if is_shard(info.key) and info.key.startswith(begin)]
-    return read_ends(store, shards)
+    objects = store.list()
+    entries = read_ends(store, [info for info in objects if is_shard(info.key) and info.key.startswith(begin)])
+    if pattern is None:
+        check_build(store, objects, entries)
+    return entries
 
 
 def _read_index(store: ObjectStore, cache: ChunkCache) -> list[ShardEntry]:

@@ -332,14 +332,9 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = N
     """
     if kind not in get_args(Kind):
         raise UserError(f"tokenizer={kind!r}: one of {', '.join(get_args(Kind))}")
-    check_vocabulary(vocab_size)
+    check_vocabulary(kind, vocab_size)
     if kind == "char":
         inner = _char(texts, vocab_size)
-    elif vocab_size is not None and vocab_size < SMALLEST_BPE:
-        raise UserError(
-            f"{argument('vocab_size', vocab_size)}: a {kind} tokenizer has at least {SMALLEST_BPE} ids, 256 "
-            f"bytes and end-of-text"
-        )
     else:
         inner = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(_byte_letters())}, []))
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -356,9 +351,14 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = N
     return Tokenizer(inner)
 
 
-def check_vocabulary(vocab_size: int | None) -> None:
-    """Raises UserError for more ids than a tokenizer is trained for: its trainer takes memory for all of them at once,
-    and would end the process."""
+def check_vocabulary(kind: str, vocab_size: int | None) -> None:
+    """Raises UserError for fewer ids than a tokenizer of the kind has on any text, and for more than it is trained for:
+    its trainer takes memory for all of them at once, and would end the process."""
+    if kind != "char" and vocab_size is not None and vocab_size < SMALLEST_BPE:
+        raise UserError(
+            f"{argument('vocab_size', vocab_size)}: a {kind} tokenizer has at least {SMALLEST_BPE} ids, 256 "
+            f"bytes and end-of-text"
+        )
     if vocab_size is not None and vocab_size > LARGEST_VOCABULARY:
         raise UserError(
             f"{argument('vocab_size', vocab_size)}: a tokenizer to train has at most {LARGEST_VOCABULARY:,} ids; "

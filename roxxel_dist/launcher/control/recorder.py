@@ -188,13 +188,15 @@ class JobRecorder:
             raise self._unusable
 
     def _warn(self, error: OSError) -> None:
-        where = self.entry.path if str(error.filename).startswith("/proc/") else error.filename
+        is_own = str(error.filename).startswith(f"/proc/self/fd/{self._folder}/")
+        where = self.entry.path if is_own else error.filename
         if self._failed or not self.entry.ran:  # what is wrong before the start is named by preflight
             return
         self._failed = True
         with contextlib.suppress(OSError):  # a terminal that was closed
             what = f"cannot write {where or 'the list of jobs'} ({error.strerror})"
-            info(f"{what}: `ps` does not show how this job goes")
+            cure = "; set XDG_STATE_HOME to a folder that can be written" if where and not is_own else ""
+            info(f"{what}: `ps` does not show how this job goes{cure}")
 
     def restarts(self, cause: str) -> None:
         """The attempt that was noted last ended for this cause, and another one follows."""

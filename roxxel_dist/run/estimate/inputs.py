@@ -21,7 +21,7 @@ from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.devices.targets import check_compiler, parse_target
-from roxxel_dist.place.directory import CONFIG, no_run
+from roxxel_dist.place.directory import has_config, no_run
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import UserError, pip_install
 from roxxel_dist.run.components import RunComponents, build_components, open_corpus, temporary_folder
@@ -112,7 +112,7 @@ def run_for_target(
 def _saved(run: Path) -> dict[str, Any]:
     """The config of a run, with its record."""
     read_runs([run])  # raises for a path that is not a run, and suggests the closest run
-    if not (run / CONFIG).exists():
+    if not has_config(run):
         raise UserError(no_run(run))
     return saved_config(run)
 
