@@ -405,6 +405,8 @@ def unknown(name: str) -> str:
     near = nearest(name, [*FIELD_TYPES, *BESIDE_CONFIG])
     if near in BESIDE_CONFIG:
         return f"there is no field {name!r}: give {argument(near, BESIDE_CONFIG[near])} beside the config"
+    if (whole := name.partition(".")[0]) != name and whole in FIELD_TYPES:
+        return f"there is no field {name!r}: it would be a part of {whole!r}, which is given whole"
     return f"there is no field {name!r}: " + (
         f"did you mean {near!r}?" if near else "the help of `roxxel-dist train` lists the fields"
     )

@@ -156,6 +156,11 @@ def test_a_study_whose_values_are_others_is_another_one(tmp_path: Path) -> None:
         file.write_text(f"parameters: {{x: {{values: [{now}, 5]}}}}\n")
         with pytest.raises(UserError, match="differs from the file"):
             study._compare("--sweep_config", str(file), study.path / "sweep.yaml")
+    file.write_text("# no key\n")
+    with pytest.raises(UserError, match=r"--sweep_config .*s\.yaml is empty, and .*study has its own: leave"):
+        study._compare("--sweep_config", str(file), study.path / "sweep.yaml")
+    with pytest.raises(UserError, match=r"s\.yaml is empty"):
+        read_sweep(file)
 
 
 def test_a_report_shows_a_parameter_that_differs_by_its_type_alone(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ WRONG = {
     "eval_every: {min: 1, max: 100}\n  virtual_shards: {values: [4, 3]}": "virtual_shards is 3: it must be",
     "patience: {value: null}": "patience is None: it must be a whole number",
     "activation: {values: [silu, sillu]}": "activation is 'sillu'",
-    "betas: {values: [1, 2]}": "there is no field 'betas'",
+    "betas: {values: [1, 2]}": "s.yaml, line 3: parameters.betas: there is no field 'betas'",
+    "phases.0.steps: {values: [1, 2]}": "'phases.0.steps': it would be a part of 'phases', which is given whole",
 }
 
 

@@ -95,7 +95,7 @@ def open_sweep(
         raise UserError(f"--data_path {path}: no such file or folder: check the path")
     for name in sorted(run.swept) if is_ours else ():
         if name not in FIELD_TYPES and name not in SECTIONS and name not in NO_FIELDS:
-            raise UserError(f"parameters: {unknown(name)}")
+            raise run.sweep.locator.error(["parameters", name], unknown(name))
     refuse_led(run.sweep, program=not is_ours, server=run.server is not None)
     run = replace(run, sweep=with_data(run.sweep, run.config, run.data_path, run.swept_fields))
     if options.transfer_to is not None:

@@ -180,7 +180,7 @@ def check_per_token(sweep: Sweep, names: Sequence[str]) -> None:
 def _load(path: str | Path, *, strict: bool) -> tuple[Mapping[str, Any], YamlLocator]:
     content, tree = read_yaml(path, unique=strict, exponents=True)
     if not isinstance(content, Mapping):
-        raise UserError(f"{path}: must be a mapping of keys to values")
+        raise UserError(f"{path} is empty" if content is None else f"{path}: must be a mapping of keys to values")
     if "parameters" not in content and content.keys() & {*FIELD_TYPES, *SECTIONS}:
         raise UserError(
             f"{path}: this is a config, not the file of a sweep, which has `parameters`: give it with --config, and "

@@ -255,6 +255,8 @@ class StudyDir:
         texts = [{key: as_text(value) for key, value in values.items()} for values in (before, now)]
         if texts[0] == texts[1]:  # 1, 1.0 and true are three values
             return
+        if not now:
+            raise UserError(f"{flag} {file} is empty, and {self.place} has its own: leave {flag} out")
         key = next(key for key in {**before, **now} if texts[0].get(key) != texts[1].get(key))
         values = [str(values.get(key, "nothing")) for values in (before, now)]
         raise UserError(
