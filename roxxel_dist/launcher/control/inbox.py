@@ -6,7 +6,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +166,10 @@ AGAIN_S = 0.5
 END_S = 2.0
 
 
+def ignore(todo: Sequence[events.Do]) -> None:
+    """Do nothing: nobody waits for an answer."""
+
+
 class Inbox:
     """Reads the list of a job and the requests to it, in a thread: a file system, or a command, may be slow.
 
@@ -181,7 +185,7 @@ class Inbox:
         self,
         job: JobSpec,
         backend: Backend,
-        happened: "queue.SimpleQueue[tuple[events.Event, Reply | None]]",
+        happened: "queue.SimpleQueue[tuple[events.Event, Reply]]",
         since: float = math.inf,
     ) -> None:
         self._happened, self._since = happened, since
@@ -229,7 +233,7 @@ class Inbox:
         about = NUMBERS.sub("", why)
         if about not in self._known and not self._end.is_set():
             self._known.add(about)
-            self._happened.put((events.Say(text=f"{why}; the list stays as it was"), None))
+            self._happened.put((events.Say(text=f"{why}; the list stays as it was"), ignore))
 
     def _poll_list(self, source: HostSource) -> None:
         """Read the list; one that has changed holds when it is the same at the next look, which comes sooner."""
@@ -242,7 +246,7 @@ class Inbox:
             self._held = hosts
             try:
                 self._check_joining(hosts)
-                self._happened.put((events.Asked(by="list", hosts=tuple(hosts)), None))
+                self._happened.put((events.Asked(by="list", hosts=tuple(hosts)), ignore))
             except UserError as error:
                 self._fail(f"--hosts-from: {error}")
         self._seen = hosts if hosts != self._held else None
@@ -252,13 +256,14 @@ class Inbox:
     def _hand_on(self, request: Request) -> None:
         """Put a request where the controller takes it, or refuse it."""
 
-        def reply(answer: events.Answer) -> None:
+        def reply(todo: Sequence[events.Do]) -> None:
+            answer = next(do for do in todo if isinstance(do, events.Answer))
             with suppress(OSError):  # who asked may be gone, and a full disk ends no job
                 self._mailbox.answer(request.name, {"done": answer.done, "text": answer.text})
 
         try:
             self._check_joining(request.hosts)
         except UserError as error:
-            reply(events.Answer(done=False, text=str(error)))
+            reply([events.Answer(done=False, text=str(error))])
             return
         self._happened.put((events.Asked(by="join" if request.joins else "leave", hosts=request.hosts), reply))

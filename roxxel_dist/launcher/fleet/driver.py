@@ -28,7 +28,8 @@ from roxxel_dist.process.interrupt import SignalPipe
 TEND_S = 0.5
 """Between two looks at the agents of hosts that can be used."""
 WAIT_S = 0.25
-Reply = Callable[[events.Answer], None]
+FOLLOW_S = 0.05
+Reply = Callable[[Sequence[events.Do]], None]
 
 
 class NotReadyError(Exception):
@@ -62,7 +63,7 @@ class Driver:
         key: of the job's folders in memory.
 
     Attributes:
-        happened: what other threads have found, or people have asked, in order, and what takes the answer to them.
+        happened: what other threads have found, or people have asked, in order, and what takes the things to do then.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Driver:
     ) -> None:
         self.fleet: Fleet = fleet[0]
         self._backend, self._signals, self._screen, self._pool, self._key = backend, signals, screen, pool, key
-        self.happened = queue.SimpleQueue[tuple[events.Event, Reply | None]]()
+        self.happened = queue.SimpleQueue[tuple[events.Event, Reply]]()
         job = self.fleet.given
         self._devices = checks_of(job, backend.hosts, len(working_hosts(job, backend.hosts)))
         self._notes: list[str] = []
@@ -94,9 +95,7 @@ class Driver:
         """Let happen what other threads have found, or people have asked."""
         while not self.happened.empty():
             event, reply = self.happened.get()
-            for do in self.step(event):
-                if isinstance(do, events.Answer) and reply is not None:
-                    reply(do)
+            reply(self.step(event))
 
     def _begin(self, todo: Sequence[events.Do]) -> None:
         for do in todo:
@@ -237,7 +236,11 @@ class Driver:
             return None
 
     def _report(self, event: events.Event) -> None:
-        self.happened.put((event, None))
+        """Let something happen, in the controller's thread, and wait until that has followed it."""
+        followed = threading.Event()
+        self.happened.put((event, lambda todo: followed.set()))
+        while not self._is_over and not followed.wait(FOLLOW_S):
+            continue
 
     def _note_mistake(self, hosts: tuple[str, ...], error: Exception) -> None:
         self._report(events.Mistake(hosts=hosts, error=repr(error)))
@@ -282,8 +285,7 @@ class Driver:
         """Let go of agents on hosts that are not to join any more, and of hosts whose agents are lost."""
         self._events(0)
         lost = self._lost()
-        fleet = self.fleet  # the controller's thread may not have taken the last answer yet
-        kept = {*fleet.waiting_hosts, *(() if fleet.look is None else fleet.look.candidates)}
+        kept = self.fleet.waiting_hosts
         gone = [link for link in self._waiting.all if link.lost or link.host not in kept]
         self._warmed -= {link.host for link in gone}
         self._waiting.disconnect(gone)
