@@ -242,7 +242,7 @@ def test_a_request_that_comes_before_the_first_look_is_no_one_of_a_launch_before
     monkeypatch.setattr(backend, "check_joining", lambda hosts: None)
     with inbox.Inbox(job, backend, happened, since=2.0):
         event, reply = happened.get(timeout=30)
-    reply(events.Answer(done=True, text="followed"))
+    reply([events.Answer(done=True, text="followed")])
     assert event.hosts == ("b",)
     assert box.take_answer(new) == {"done": True, "text": "followed"}
     assert happened.empty()

@@ -285,8 +285,7 @@ class Driver:
         """Let go of agents on hosts that are not to join any more, and of hosts whose agents are lost."""
         self._events(0)
         lost = self._lost()
-        fleet = self.fleet  # the controller's thread may not have taken the last answer yet
-        kept = {*fleet.waiting_hosts, *(() if fleet.look is None else fleet.look.candidates)}
+        kept = self.fleet.waiting_hosts
         gone = [link for link in self._waiting.all if link.lost or link.host not in kept]
         self._warmed -= {link.host for link in gone}
         self._waiting.disconnect(gone)
