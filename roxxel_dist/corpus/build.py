@@ -320,7 +320,7 @@ def _files_of(folder: Path) -> list[str]:
 def _check_place(out: Path) -> None:
     """Raises UserError for a folder with files that a build would replace and none has made."""
     for name in _files_of(out) if not any(out.glob("*.rox")) else []:
-        raise UserError(f"{out} has {name} and no shards, so no build made it: choose another folder, or move it away")
+        raise UserError(f"{out} has {name} and no shards: choose another folder, or move it away")
 
 
 def _is_built(folder: Path, inputs: BuildInputs) -> bool:
