@@ -13,14 +13,7 @@ from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output import info
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.process import interrupt
-from roxxel_dist.process.exit_codes import (
-    EXIT_FAILED,
-    EXIT_FILES,
-    EXIT_USAGE,
-    FileSystemError,
-    FullDiskError,
-    UserError,
-)
+from roxxel_dist.process.exit_codes import EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError, UserError
 from roxxel_dist.utils.display import aligned
 from roxxel_dist.utils.voice import command_line
 
@@ -58,9 +51,7 @@ def _run(words: list[str]) -> int:
         return _dispatch("", COMMANDS, lambda word: resolve_name(COMMANDS[word]), words)
     except (UserError, FileSystemError) as error:
         info(str(error))
-        if isinstance(error, FullDiskError):
-            return EXIT_FAILED
-        return EXIT_USAGE if isinstance(error, UserError) else EXIT_FILES
+        return error.exit_code
     except StoreError as error:
         info(str(error))
         return EXIT_FILES if isinstance(error, StoreTimeoutError) else EXIT_FAILED

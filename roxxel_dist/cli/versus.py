@@ -13,7 +13,7 @@ from roxxel_dist.cli.arguments import check_new_run
 from roxxel_dist.cli.flags import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.output import info
-from roxxel_dist.place.directory import CONFIG, has_config, is_study, no_run
+from roxxel_dist.place.directory import CONFIG, has_config, is_study
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import Config
@@ -214,10 +214,10 @@ def _read(place: str) -> tuple[Config, str | None]:
     if Path(place).suffix in (".yaml", ".yml", ".json"):
         return Config.from_yaml(place).with_absolute_paths(), None
     run = local_run(place)
-    if (run / CONFIG).is_file() and not has_config(run):
-        raise UserError(no_run(run))
     if not has_config(run):
-        raise UserError(f"{place}: neither a config file (.yaml) nor a run directory, which has a {CONFIG}")
+        raise UserError(
+            f"{place}: neither a config file (.yaml) nor a run directory, which has a {CONFIG} that is not empty"
+        )
     return Config.from_yaml(str(run / CONFIG)).with_absolute_paths(), data_of(saved_config(run), run)
 
 

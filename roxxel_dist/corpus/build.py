@@ -319,11 +319,8 @@ def _files_of(folder: Path) -> list[str]:
 
 def _check_place(out: Path) -> None:
     """Raises UserError for a folder with files that a build would replace and none has made."""
-    names = _files_of(out)
-    if names and not any(out.glob("*.rox")):
-        raise UserError(
-            f"{out} has {names[0]} and no shards, so no build made it: choose another folder, or move it away"
-        )
+    for name in _files_of(out) if not any(out.glob("*.rox")) else []:
+        raise UserError(f"{out} has {name} and no shards: choose another folder, or move it away")
 
 
 def _is_built(folder: Path, inputs: BuildInputs) -> bool:

@@ -133,8 +133,6 @@ def check_settings(
     """
     if workers is not None:
         check_range("workers", workers, MOST_WORKERS, "processes")
-    if trains is not None:
-        check_vocabulary(trains, vocab_size)
     if max_shard_bytes is not None:
         check_range("max_shard_bytes", max_shard_bytes, MOST_SHARD_BYTES, "bytes of tokens in a shard")
     if not 0 <= val_fraction < 1:
@@ -142,6 +140,8 @@ def check_settings(
             f"{argument('val_fraction', val_fraction)}: the share of documents to hold out, at least 0 and less than 1"
         )
     sources = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    if trains is not None and not is_tokens(sources):
+        check_vocabulary(trains, vocab_size)
     filled = [out, *(out / split for split in SPLITS if val_fraction)]
     for path in sources:
         if path.is_dir() and path.resolve() in [folder.resolve() for folder in filled]:

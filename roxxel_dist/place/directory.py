@@ -71,14 +71,11 @@ def check_run_folder(run: Path, name: str = "") -> None:
     if what or names:
         found = ", ".join(names[:3]) or STUDY
         text = f"holds {what} ({found})" if what else f"has {found}, which no run made and a run would replace"
-        if names and not what and (config := run / RUN_FILES[0]).is_file():
-            data = config.read_bytes()
-            if not data or b"\nrecord:\n" in data:
-                of_run = "whose config.yaml is empty" if not data else f"which has {found} of a run and no step of it"
-                raise UserError(
-                    f"run_dir is {name}, {of_run}: copy the whole run again, or name another folder, such as {other}"
-                )
-        raise UserError(f"run_dir is {name}, which {text}: name another folder, such as {other}")
+        config, cure = run / RUN_FILES[0], ""
+        if not what and config.is_file() and (not (data := config.read_bytes()) or b"\nrecord:\n" in data):
+            text = f"has {found} of a run and no step of it" if data else f"has an empty {config.name}"
+            cure = "copy the whole run again, or "
+        raise UserError(f"run_dir is {name}, which {text}: {cure}name another folder, such as {other}")
 
 
 def has_begun(folder: Path) -> bool:

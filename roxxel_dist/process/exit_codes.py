@@ -63,14 +63,17 @@ class UserError(ValueError):
     ValueError is taken for one: a bug of this package, of a library or of the user's own code keeps its traceback.
     """
 
+    exit_code: int = EXIT_USAGE
+
     def _render_traceback_(self) -> list[str]:
         """What IPython shows instead of a traceback, in notebooks too: the same one line."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class FullDiskError(UserError):
-    """A disk or a quota is full, or a file may not be so large: no mistake in the command, which exits with
-    `EXIT_FAILED`: the same command is right when there is room."""
+    """A disk or a quota is full, or a file may not be so large: the same command is right when there is room."""
+
+    exit_code: int = EXIT_FAILED
 
 
 class MissingFileError(FileNotFoundError, UserError):
@@ -83,6 +86,8 @@ class OutputError(OSError):
 
 class FileSystemError(RuntimeError):
     """Files cannot be reached, in a later attempt of a job, that its first attempt needed too."""
+
+    exit_code: int = EXIT_FILES
 
 
 class LostRankError(RuntimeError):

@@ -288,10 +288,8 @@ def forked_from(
     if saved and skip_steps != skipped:
         was, now = ("{}:{}".format(*steps) if steps else None for steps in (skipped, skip_steps))
         raise UserError(f"skip_steps is {now}, and the run in {run} began with {was}: name another run_dir")
-    folder = local_run(given.run)
-    if not has_config(folder) and not is_of_program(folder):
-        what = "has an empty" if (folder / CONFIG).is_file() else "is not a run directory, it has no"
-        raise UserError(f"fork is {given}: {given.run} {what} {CONFIG}")
+    if not has_config(local_run(given.run)) and not is_of_program(local_run(given.run)):
+        raise UserError(f"fork is {given}: {given.run} is not a run directory, it has no {CONFIG}, or an empty one")
     return given, skip_steps
 
 

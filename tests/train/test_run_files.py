@@ -90,7 +90,7 @@ def test_a_run_never_begins_over_files_that_no_run_made(tmp_path, text, corpus, 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("", "whose config.yaml is empty: copy the whole run again"),
+        ("", "which has an empty config.yaml: copy the whole run again"),
         ("dim: 8\nrecord:\n  format: 1\n", "which has config.yaml, metrics.jsonl of a run and no step of it: copy"),
     ],
 )

@@ -137,18 +137,14 @@ def fingerprints(content: Iterable[tuple[str, int, int]]) -> Iterator[str]:
 
 
 def check_copied(place: object, record: bytes, shards: Sequence[Metadata], unfinished: Sequence[str] = ()) -> None:
-    """Raises ValueError for the shards of a folder, in their order, without all those of the `record` of their build.
-
-    Shards that were added to them are fine.
-    """
+    """Raises ValueError for the shards of a folder, in order, that lack some of the `record` of their build."""
     built = (build_record(record) or {}).get("fingerprint")
     found = list(fingerprints((shard.chain, 0, shard.tokens) for shard in shards))
     if built is not None and built not in found:
         part = f" ({unfinished[0]} is an unfinished copy)" if unfinished else ""
         raise UserError(
             f"{place}: {BUILD_FILE} is of a data set with fingerprint {built}, and the {len(found)} shards here have "
-            f"{found[-1]}: a shard at the end is missing{part}, or the file is of another data set: copy the folder "
-            "again"
+            f"{found[-1]}: a shard at the end is missing{part}, or it is of other shards: copy the folder again"
         )
 
 
