@@ -17,6 +17,7 @@ os.environ["XDG_STATE_HOME"] = str(ROOT / ".cache" / "state")  # what tests laun
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.setdefault("XLA_FLAGS", FAST)
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads in HLO which test it came from
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its threads spin: beside busy workers they double the CPU time of sweeps
 
 # Under nohup and in the background signals are ignored, which programs inherit: tests send them to those that they
