@@ -25,6 +25,7 @@ from roxxel_dist.process.file_lock import LOCK, holding_process
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import aligned
 
+NO_JOB = "no job runs; `roxxel-dist top` shows runs that `train` began"
 LINES = 40
 PIDS = 4
 """Ranks whose process ids `ps` shows; `ps --json` and `top` have all."""
@@ -76,8 +77,7 @@ def ps(words: list[str]) -> int:
         for line in aligned(rows, left=None):
             print(printable(line)[:columns])
     else:
-        ended = "" if args.all or not jobs else f"; --all lists {len(jobs)} that ended"
-        info(f"no job runs{ended}; `roxxel-dist top` shows runs that `train` began")
+        info(f"no job runs; --all lists {len(jobs)} that ended" if jobs else NO_JOB)
     return 0
 
 

@@ -17,6 +17,7 @@ from job_desk import LIMIT_S, Desk, words_of_all_processes
 from roxxel_dist.launcher.control import jobs as stop_jobs
 from roxxel_dist.launcher.control import record
 
+NO_JOB = "roxxel-dist: no job runs; `roxxel-dist top` shows runs that `train` began\n"
 WAIT = "echo up $ROXXEL_PROCESS_ID; touch up.$ROXXEL_PROCESS_ID; while :; do sleep 0.05; done"
 DRAIN = "trap 'echo saving; until [ -e go ]; do sleep 0.02; done; echo saved; exit 42' TERM; " + WAIT
 
@@ -82,7 +83,7 @@ def test_secret_flags_are_masked_in_the_list_and_the_logs(desk: Desk) -> None:
 
 
 def test_ps(desk: Desk) -> None:
-    assert desk.run("ps") == (0, "", "roxxel-dist: no job runs\n")
+    assert desk.run("ps") == (0, "", NO_JOB)
     run = desk.launch(DRAIN.replace("until [ -e go ]; do sleep 0.02; done", ":"), nprocs=2)
     desk.up(2)
     wait_for(lambda: len(desk.job()["ranks"]) == 2, LIMIT_S, "the ranks in the record")
@@ -278,7 +279,7 @@ def test_what_cannot_start_says_so_and_leaves_nothing(desk: Desk) -> None:
     assert str(port) in err
     assert err.splitlines()[-1].startswith("roxxel-dist: not started: correct what is above")
     assert not (desk.folder / "runs").exists()
-    assert desk.run("ps", "--all") == (0, "", "roxxel-dist: no job runs\n")
+    assert desk.run("ps", "--all") == (0, "", NO_JOB)
 
 
 def test_who_does_not_wait_for_the_start_wants_no_job(desk: Desk) -> None:

@@ -8,8 +8,6 @@ import os, signal, sys, time
 from roxxel_dist.cluster.distributed import initialize, process_index
 from roxxel_dist.cluster.preemption import watching_for_stop
 from roxxel_dist.process.durable import SaveRequests
-from roxxel_dist.train.agreement import StepAgreement
-from roxxel_dist.process.mailbox import SaveRequests
 from roxxel_dist.train.saves import StepAgreement
 
 initialize()
