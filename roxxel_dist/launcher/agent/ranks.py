@@ -30,7 +30,7 @@ class Watch:
     """Descriptors that are polled, and what is called when one can be read."""
 
     def __init__(self) -> None:
-        self.poll = select.epoll()
+        self.poll: select.epoll = select.epoll()
         self._on_ready: dict[int, Callable[[], None]] = {}
 
     def __contains__(self, fd: int) -> bool:

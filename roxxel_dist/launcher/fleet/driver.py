@@ -77,7 +77,7 @@ class Driver:
     ) -> None:
         self.fleet: Fleet = fleet[0]
         self._backend, self._signals, self._screen, self._pool, self._key = backend, signals, screen, pool, key
-        self.happened = queue.SimpleQueue[tuple[events.Event, Reply]]()
+        self.happened: queue.SimpleQueue[tuple[events.Event, Reply]] = queue.SimpleQueue()
         job = self.fleet.given
         self._devices = checks_of(job, backend.hosts, len(working_hosts(job, backend.hosts)))
         self._notes: list[str] = []

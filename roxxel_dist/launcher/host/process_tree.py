@@ -109,7 +109,8 @@ class Subreaper:
     """
 
     def __init__(self, child: int, on_exit: Callable[[int], None] = lambda code: None) -> None:
-        self.child, self._on_exit = child, on_exit
+        self.child: int = child
+        self._on_exit = on_exit
         self.code: int | None = None
 
     def reap(self) -> bool:
@@ -197,7 +198,8 @@ class ProcessTree:
         self._meet(near, keeper)
 
     def _meet(self, control: socket.socket, keeper: int) -> None:
-        self._control, self.keeper = control, keeper
+        self._control = control
+        self.keeper: int = keeper
         said, pidfds, *_ = socket.recv_fds(control, 1024, 1, socket.MSG_CMSG_CLOEXEC)
         if not pidfds:
             control.close()

@@ -77,7 +77,9 @@ class SlurmBackend(base.Backend):
         self.takes_hosts: bool = self.grow is not None
         self.more_hosts: base.HostSource | None = self.grow
         # `srun` hands the launcher's own variables on, but for those that SLURM sets on each node.
-        self.environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        self.environment: Mapping[str, str] = {
+            name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
+        }
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """The srun that `start` runs."""
