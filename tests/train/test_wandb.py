@@ -227,3 +227,24 @@ def test_a_crash_ends_the_run_as_failed(tmp_path, server):
     run = server.runs[run_id(tmp_path)]
     assert steps(run) == [1, 2, 3, 4, 5]
     assert run.exit_code == 1
+
+
+BROKEN_OFF = """
+import importlib.abc, sys
+
+class Once(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "wandb.sdk":
+            sys.meta_path.remove(self)
+            raise SystemError("AST constructor recursion depth mismatch (before=213, after=100)")
+
+sys.meta_path.insert(0, Once())
+from roxxel_dist.train.log.wandb import _client
+print(_client().errors.CommError.__name__)
+"""
+
+
+@pytest.mark.long
+def test_an_import_that_python_breaks_off_is_begun_anew():
+    done = subprocess.run([sys.executable, "-c", BROKEN_OFF], capture_output=True, text=True, env=environment())
+    assert done.stdout == "CommError\n", done.stderr

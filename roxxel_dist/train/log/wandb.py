@@ -143,11 +143,7 @@ class WandbTracker:
         run_id = _run_id(self._folder / "wandb.json")
         # Reports to the client's maker retry at the end of the process where there is no network.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(f"the package wandb is missing: {pip_install('wandb')}") from error
-
+        wandb = _client()
         wandb.setup(settings=wandb.Settings(silent=True))  # else it asks for a login on the terminal
         settings: dict[str, Any] = {"silent": True, "console": "off", "disable_git": True}
         # What the user says in the environment wins; older clients know fewer settings.
@@ -186,6 +182,24 @@ def _services() -> list[int]:
                 if Path(f"/proc/{pid}/comm").read_text().strip() == SERVICE and not is_ending(pid):
                     found.append(pid)
     return found
+
+
+def _client() -> Any:
+    """The package wandb.
+
+    Where two threads parse at once, Python may end one with SystemError (python/cpython issue 106905). The main thread
+    traces and imports meanwhile, so an import that is broken off is begun anew.
+    """
+    try:
+        try:
+            import wandb
+        except SystemError:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+                del sys.modules[name]
+            import wandb
+    except ImportError as error:
+        raise ImportError(f"the package wandb is missing: {pip_install('wandb')}") from error
+    return wandb
 
 
 def _run_id(record: Path) -> str:

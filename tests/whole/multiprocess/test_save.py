@@ -66,5 +66,5 @@ def test_all_ranks_save_the_steps_that_were_asked_for(folder, job):
     assert sorted(set(first)) == first, "a step was saved twice"
     assert said.stdout == f"saved: step {first[-1]}\n", said.stderr
     assert {*answers} <= {*first}
-    assert len(first) > 2, "all at once: nothing was tried"
+    assert len(first) > 1, "all at once: nothing was tried"
     assert not (folder / SAVE_FOLDER).exists()
