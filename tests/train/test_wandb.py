@@ -244,7 +244,6 @@ print(_client().errors.CommError.__name__)
 """
 
 
-@pytest.mark.long
 def test_an_import_that_python_breaks_off_is_begun_anew():
     done = subprocess.run([sys.executable, "-c", BROKEN_OFF], capture_output=True, text=True, env=environment())
     assert done.stdout == "CommError\n", done.stderr
