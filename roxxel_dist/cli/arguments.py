@@ -157,7 +157,7 @@ def _with_config(
     except UserError as error:
         name = str(error).partition(" ")[0]
         if {"phase": "phases"}.get(name, name) in base.given - flags.keys():
-            raise UserError(f"{flags.get('config') or path}: {error}") from error
+            raise UserError(f"{flags['config']}: {error}") from error
         raise
     if command != "sweep":  # its parameters may turn on what a field of the base sets
         from_flags = {name for name in flags.keys() & values.keys() if values[name] != defaults[name]}

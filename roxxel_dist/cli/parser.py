@@ -17,7 +17,8 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 from roxxel_dist.cli.flags import OPTIONS, Flag, flags_of
 from roxxel_dist.launcher.job.spec import flags_in, split_flags
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.settings.values import as_choice, whole_number
+from roxxel_dist.settings.values import as_choice
+from roxxel_dist.utils.component import number_of
 
 T = TypeVar("T")
 HELP = frozenset({"-h", "--help"})
@@ -273,8 +274,8 @@ class Parser(argparse.ArgumentParser):
                 if unit and (match := DURATION.fullmatch(word)):
                     word = str(float(match[1]) * UNITS_S[match[2]] / TIMES_S[unit])
                 try:
-                    whole = whole_number(word) if kind is int else None
-                    number = kind(word) if whole is None else whole
+                    whole = number_of(word) if kind is int else None
+                    number = whole if isinstance(whole, int) else kind(word)
                 except ValueError:
                     continue
                 if unit == "seconds" and LONGEST_S < number < float("inf"):

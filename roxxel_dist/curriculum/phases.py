@@ -1,6 +1,5 @@
 """What a person writes down: phases, and the curriculum they make with a data set."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -15,13 +14,12 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.units import APART, SPREAD, rows_in_a_pass
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.utils.component import MOST_WHOLE
+from roxxel_dist.utils.component import MOST_WHOLE, number_of
 
 Passes = Literal["together", "apart"]
 ORDERS: Mapping[str, int] = {"together": SPREAD, "apart": APART}
 """The order of a plan by `Curriculum.passes`."""
 HEAVIEST = 1e12
-EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 LEAST_SHARE = 1e-4
 """Of a data set in a blend: rarer ones would make the blocks in which shares are exact too long."""
 
@@ -171,10 +169,8 @@ def numbers_in(phase: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_number(value: Any) -> Any:
     """1e-3 is text in YAML, which asks for a point in a number with an exponent; other values as they are."""
-    if not (isinstance(value, str) and EXPONENT.fullmatch(value)):
-        return value
-    number = float(value)
-    return int(number) if number.is_integer() else number
+    number = number_of(value) if isinstance(value, str) else None
+    return value if number is None else number
 
 
 def phases_of(given: Phase | Mapping[str, Any]) -> list[Phase]:

@@ -21,8 +21,8 @@ from roxxel_dist.process.durable import FORMAT, check_format, write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.platforms import DeviceNeeds
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
-from roxxel_dist.settings.values import EXPONENT, as_choice, fits, is_text, type_name, whole_number, with_numbers
-from roxxel_dist.utils.component import MOST_WHOLE, DocWithFields, component
+from roxxel_dist.settings.values import as_choice, fits, is_text, type_name, with_numbers
+from roxxel_dist.utils.component import EXPONENT, MOST_WHOLE, DocWithFields, component, number_of
 from roxxel_dist.utils.voice import argument
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
@@ -434,7 +434,8 @@ def _read(name: str, value: Any) -> Any:
     """A YAML value for a field. YAML reads 5e-4 as text and only 5.0e-4 as a number."""
     value = as_choice(FIELD_TYPES[name], value)
     if isinstance(value, str) and not takes_fractions(name) and fits(1, FIELD_TYPES[name]):
-        return whole_number(value) or value
+        number = number_of(value)
+        return number if isinstance(number, int) else value
     if isinstance(value, str) and takes_fractions(name):
         try:
             return float(value)

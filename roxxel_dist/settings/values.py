@@ -1,13 +1,13 @@
 """A value of a field: whether it has the type of the field, and what YAML's words and numbers mean there."""
 
-import re
 from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from roxxel_dist.utils.component import EXPONENT
+
 SWITCHES = {"true": "on", "yes": "on", "on": "on", "false": "off", "no": "off", "off": "off"}
 """Words for on and off, as YAML knows them."""
-EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -61,12 +61,6 @@ def as_choice(kind: Any, value: Any) -> Any:
     else:
         meant = "none" if value is None else {True: "on", False: "off"}.get(value) if isinstance(value, bool) else value
     return meant if meant in get_args(kind) else value
-
-
-def whole_number(text: str) -> int | None:
-    """The whole number that 1e3 and 2.5e1 are, which YAML and Python do not take for one; None for other text."""
-    number = float(text) if EXPONENT.fullmatch(text) else 0.5
-    return int(number) if number.is_integer() else None
 
 
 def with_numbers(value: Any) -> Any:

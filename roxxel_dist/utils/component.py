@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import itertools
+import re
 import sys
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar, dataclass_transform
@@ -11,6 +12,15 @@ from typing import Any, TypeVar, dataclass_transform
 T = TypeVar("T")
 MOST_WHOLE = 2**31 - 1
 """Of steps, rows, tokens and sizes: arrays on devices count in int32."""
+EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
+
+
+def number_of(text: str) -> int | float | None:
+    """The number that 1e3 or 5e-4 is, which YAML takes for text: an int where it is whole; None for other text."""
+    if not EXPONENT.fullmatch(text):
+        return None
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 @dataclass_transform(kw_only_default=True)

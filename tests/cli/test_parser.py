@@ -82,6 +82,7 @@ LINES = {
     "--count 1 --count 2": {"count": 2},
     "--count 1_000": {"count": 1000},
     "--count 1e3": {"count": 1000},
+    "--count 0e0": {"count": 0},
 }
 
 

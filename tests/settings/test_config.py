@@ -215,10 +215,10 @@ def test_words_are_fields_by_type():
 
 
 def test_numbers_as_people_write_them(tmp_path):
-    (tmp_path / "c.yaml").write_text("lr: 5e-4\nepochs: 2\nbatch_size: 1e3\n")
+    (tmp_path / "c.yaml").write_text("lr: 5e-4\nepochs: 2\nbatch_size: 1e3\nseed: 0e0\n")
     config = Config.from_yaml(tmp_path / "c.yaml")
     config.validate()
-    assert (config.lr, config.batch_size) == (5e-4, 1000)
+    assert (config.lr, config.batch_size, config.seed) == (5e-4, 1000, 0)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, read_yaml
-from roxxel_dist.settings.values import EXPONENT, with_numbers
+from roxxel_dist.settings.values import with_numbers
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
 from roxxel_dist.sweep.space.distributions import distribution
 from roxxel_dist.sweep.space.extras import DataExtras, Versus, data_extras
 from roxxel_dist.sweep.space.space import Parameter, Params, Space
 from roxxel_dist.sweep.space.values import check_value
+from roxxel_dist.utils.component import EXPONENT
 
 if TYPE_CHECKING:
     from roxxel_dist.sweep.space.passes import PassBudget
