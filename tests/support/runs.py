@@ -47,7 +47,8 @@ def module(**fields):
 
 def make(corpus, path, phases=PHASES, loss_fn=next_token_loss, **options):
     """A trainer that has taken up its run: on two devices, where nothing else is asked for."""
-    settings = {"eval_every": 5, "checkpoint_every": 4, "log_every": 1, "eval_iters": 2, "val_fraction": 0.1} | options
+    usual = {"eval_every": 5, "checkpoint_every": 100, "log_every": 1, "eval_iters": 2, "val_fraction": 0.1}
+    settings = usual | options
     settings.setdefault("mesh", make_mesh(2))
     optimizer = settings.pop("optimizer", ADAM)
     made = Trainer(settings.pop("model", model), optimizer, Curriculum(corpus, phases), loss_fn, path, **settings)

@@ -27,7 +27,7 @@ def finished_run(tmp_path_factory, corpus_pattern):
     """A run of `runs.train` with all of its checkpoints, which is only read."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     with Roxxel(corpus_pattern) as corpus:
-        train(corpus, folder, max_to_keep=None)
+        train(corpus, folder, checkpoint_every=4, max_to_keep=None)
     return folder
 
 

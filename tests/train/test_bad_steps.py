@@ -120,7 +120,7 @@ def test_skipped_steps_change_nothing(corpus, tmp_path):
 
 def test_going_back_leaves_the_rows_out(corpus, tmp_path, seventh_bad):
     loss_fn = seventh_bad
-    made = train(corpus, tmp_path / "run", PHASES, loss_fn=loss_fn, on_bad_step="rewind")
+    made = train(corpus, tmp_path / "run", PHASES, loss_fn=loss_fn, on_bad_step="rewind", checkpoint_every=4)
     assert [step for step, *_ in losses(tmp_path / "run")] == list(range(1, 15))
     assert all(np.isfinite(loss) for _, loss, _ in losses(tmp_path / "run"))
     curriculum, _ = Curriculum(corpus, PHASES).hold_out(0.1)
@@ -130,8 +130,8 @@ def test_going_back_leaves_the_rows_out(corpus, tmp_path, seventh_bad):
     assert not used & {int(offset) for offset in plain.rows(6).offset}
     assert "going back to step 4; the rows of step 7 are left out" in told(tmp_path / "run")
     # Started again after its end or in its midst, it follows the same plan.
-    train(corpus, tmp_path / "cut", PHASES, loss_fn=loss_fn, on_bad_step="rewind", max_steps=10)
-    train(corpus, tmp_path / "cut", PHASES, loss_fn=loss_fn, on_bad_step="rewind")
+    train(corpus, tmp_path / "cut", PHASES, loss_fn=loss_fn, on_bad_step="rewind", checkpoint_every=4, max_steps=10)
+    train(corpus, tmp_path / "cut", PHASES, loss_fn=loss_fn, on_bad_step="rewind", checkpoint_every=4)
     # The running digest is that of the steps which count.
     assert [row["digest"] for row in rows(tmp_path / "cut")] == [row["digest"] for row in rows(tmp_path / "run")]
     assert {s: x for s, x, _ in losses(tmp_path / "cut")} == {s: x for s, x, _ in losses(tmp_path / "run")}

@@ -31,7 +31,7 @@ LAST = 13
 
 def check_resumed(corpus, finished_run, tmp_path, kind, seed, newest=1):
     run, step = copy_damaged(finished_run, tmp_path / "damaged", kind, seed, newest)
-    resumed = make(corpus, run, max_to_keep=None)
+    resumed = make(corpus, run, checkpoint_every=4, max_to_keep=None)
     assert resumed.start_step == step, (kind, seed)
     resumed.run()
     resumed.close()

@@ -48,7 +48,7 @@ def test_a_stable_phase_and_a_fork_are_one_long_run(corpus, tmp_path):
     dropping = partial(model, dropout_rate=0.2)
     options = {"phases": [Phase(13, 8, 17)], "model": dropping, "val_fraction": 0.0}
     whole = train(corpus, tmp_path / "whole", optimizer=by(**DECAY), **options)
-    train(corpus, tmp_path / "stable", optimizer=by(**STABLE), max_to_keep=None, **options)
+    train(corpus, tmp_path / "stable", optimizer=by(**STABLE), checkpoint_every=4, max_to_keep=None, **options)
     before = contents(tmp_path / "stable")
     made = train(corpus, tmp_path / "fork", optimizer=by(**DECAY), origin=fork(tmp_path / "stable", 8), **options)
     assert contents(tmp_path / "stable") == before
@@ -200,7 +200,7 @@ def test_it_does_what_a_rewind_does(corpus, finished_run, tmp_path):
         loss = next_token_loss(m, batch)
         return loss * jnp.where((batch == bad).all(), jnp.nan, 1.0) if batch.shape == bad.shape else loss
 
-    train(corpus, tmp_path / "rewound", loss_fn=loss_fn, on_bad_step="rewind", max_to_keep=None)
+    train(corpus, tmp_path / "rewound", loss_fn=loss_fn, on_bad_step="rewind", checkpoint_every=4, max_to_keep=None)
     origin = ResumeSpec(fork=CheckpointRef(finished_run, 4), skip_steps=(7, 7))
     train(corpus, tmp_path / "hand", loss_fn=loss_fn, origin=origin)
     assert numbers(tmp_path / "hand") == {s: x for s, x in numbers(tmp_path / "rewound").items() if s > 4}

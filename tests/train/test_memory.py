@@ -18,7 +18,7 @@ from roxxel_dist.checkpoint import blocks, memory
 from roxxel_dist.checkpoint.blocks import BlockFile, DamagedFile, Header, read_blocks, read_header
 from roxxel_dist.model.loss import next_token_loss
 
-EVERY_STEP = {"memory_checkpoint_every": 1, "keep_best": True}
+EVERY_STEP = {"memory_checkpoint_every": 1, "checkpoint_every": 4, "keep_best": True}
 TIMES = {"ms_per_step", "tokens_per_s", "ram_gb"}
 
 
@@ -156,14 +156,14 @@ def test_no_copy_hides_that_a_checkpoint_to_be_kept_was_lost(corpus, folder, tmp
     """It was being written when the process was killed: the run goes back, to write it."""
     path = tmp_path / "killed"
     seldom = {"checkpoint_every": 100, "keep_steps": [10]}
-    made = make(corpus, path, **seldom, **EVERY_STEP)
+    made = make(corpus, path, **EVERY_STEP | seldom)
     # As on a slow disk: the copies that follow are of a state whose checkpoint is under way.
     monkeypatch.setattr(type(made.store), "pending_step", property(lambda self: 10 if made.step >= 9 else None))
     made.run()
     made.close()
     for step in (10, 13):
         shutil.rmtree(path / "checkpoints" / str(step))
-    again = make(corpus, path, **seldom, **EVERY_STEP)
+    again = make(corpus, path, **EVERY_STEP | seldom)
     assert again.start_step == 5
     again.close()
 

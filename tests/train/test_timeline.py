@@ -110,7 +110,7 @@ def test_a_row_that_a_kill_tore_takes_no_other_with_it(tmp_path, torn):
 @pytest.mark.long
 def test_a_killed_run_was_down_and_repeats_steps(corpus_pattern, tmp_path):
     """What a kill loses is little: the step under way."""
-    tests = os.path.join(os.path.dirname(__file__), "..")
+    tests = os.path.join(os.path.dirname(__file__), "..", "support")
     words = [sys.executable, "-c", RUN.format(tests=tests, corpus=str(corpus_pattern)), tmp_path / "run"]
 
     def begin():

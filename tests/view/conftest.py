@@ -13,5 +13,5 @@ def trained(tmp_path_factory):
     """The directory of a run of two phases, the second with fewer rows than devices; nothing writes there."""
     folder = tmp_path_factory.mktemp("view")
     with Roxxel(write_corpus(folder)) as corpus:
-        train(corpus, folder / "one", [Phase(6, 8, 17), Phase(4, 1, 33)])
+        train(corpus, folder / "one", [Phase(6, 8, 17), Phase(4, 1, 33)], checkpoint_every=4)
     return folder / "one"

@@ -48,7 +48,7 @@ def place(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("page")
     with Roxxel(write_corpus(folder)) as corpus:
-        train(corpus, folder / "runs" / "phases", [Phase(6, 8, 17), Phase(4, 8, 33)])
+        train(corpus, folder / "runs" / "phases", [Phase(6, 8, 17), Phase(4, 8, 33)], checkpoint_every=4)
     for number in range(RUNS):
         made_run(folder / "many" / f"run-{number:03}", 40 + number, lr=0.001 * (1 + number % 3))
     made_run(folder / "runs" / "other", 60)
