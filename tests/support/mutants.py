@@ -21,8 +21,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 sys.path[:0] = TESTS
-for name in ("conftest", "flax.nnx", "optax", "orbax.checkpoint"):  # what takes long to import, once for all forks
-    importlib.import_module(name)
 
 MARKERS = "not docs and not cluster and not long"
 LIMIT_S = 300
@@ -119,5 +117,7 @@ def main(numbers: list[int]) -> int:
     return int(killed < len(chosen))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # a forkserver of a test imports this file too, and would be as large
+    for name in ("conftest", "flax.nnx", "optax", "orbax.checkpoint"):  # what takes long to import, once for all forks
+        importlib.import_module(name)
     sys.exit(main(list(map(int, sys.argv[1:]))))
