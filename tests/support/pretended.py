@@ -39,11 +39,16 @@ def exponent(cost: Callable[[int], float], small: int, large: int, *, log_too: b
     """By which power of a number n a cost grows; `log_too`: that of what is left of it beside log n.
 
     From the least of some measurements of each, which take turns: what else runs on the machine can only add to one.
-    Where that is above `LINEAR`, there are more of them.
+    Where that is above `LINEAR`, there are more of them, and one of the small number is the mean of several, so that it
+    takes as long as one of the large: on a busy machine who runs longer is interrupted more, and finds its caches cold.
     """
     least, found = {small: inf, large: inf}, inf
     for turns in range(1, 41):
-        least = {number: min(before, cost(number)) for number, before in least.items()}
+        again = large // small if turns > 4 else 1
+        if turns == 5:
+            least[small] = inf
+        least[small] = min(least[small], sum(cost(small) for _ in range(again)) / again)
+        least[large] = min(least[large], cost(large))
         found = log(least[large] / least[small]) / log(large / small)
         found -= log(log(large) / log(small)) / log(large / small) if log_too else 0.0
         if turns >= 4 and found <= LINEAR:
