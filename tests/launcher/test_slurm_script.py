@@ -25,7 +25,7 @@ from roxxel_dist.launcher.backends.slurm.backend import (
     step_environment,
 )
 from roxxel_dist.launcher.backends.slurm.launch import Options, hide_secrets, script
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.control.supervisor import JobResult
 from roxxel_dist.launcher.job.spec import JobSpec
 

@@ -26,7 +26,7 @@ WATCHED = """
 import inspect, os, runpy, sys, threading, time
 PACKAGE, FOLDER = os.environ["WATCH_PACKAGE"] + "/", os.environ["WATCH_FOLDER"]
 OFTEN = {  # what goes on each half second anyway, with all that it calls
-    ("control/recorder.py", "note_progress"),
+    ("control/record.py", "note_progress"),
     ("transport/pool.py", "_beat"),
     ("control/attempt.py", "_check_for_a_hang"),
     ("control/attempt.py", "_on_progress"),

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roxxel_dist.launcher.control.members import MemberHangs
-from roxxel_dist.launcher.control.record import RankProcess
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder, RankProcess
 from roxxel_dist.launcher.fleet.driver import Driver
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.placement import Placement

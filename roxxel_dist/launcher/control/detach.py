@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from roxxel_dist.launcher.control.jobs import header
-from roxxel_dist.launcher.control.record import JobRecord
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecord, JobRecorder
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.spec import JobSpec

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.inbox import Inbox
+from roxxel_dist.launcher.control.index import forget_old
 from roxxel_dist.launcher.control.members import MemberHangs
 from roxxel_dist.launcher.control.notify import Notifier
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.control.report import first_words, report_of
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.driver import Driver, NotReadyError, StoppedError
@@ -56,6 +57,7 @@ def supervise(
 ) -> JobResult:
     """Run a job as `run` does; returns more about the end. `goes_on`: whether a batch system starts the job again."""
     with recorder:
+        forget_old()
         with (
             Console(all_ranks=job.all_ranks, first=job.first_rank) as console,
             SignalPipe(console.info, stays=backend.is_remote) as signals,

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from roxxel_dist.launcher.backends.slurm.grow import GrowJobs
 from roxxel_dist.launcher.control.jobs import header
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.control.supervisor import JobResult, supervise
 from roxxel_dist.launcher.host.command import answer_of
 from roxxel_dist.launcher.job import backend as base

@@ -24,7 +24,7 @@ from roxxel_dist.launcher.backends.slurm.backend import (
 )
 from roxxel_dist.launcher.backends.slurm.grow import LEAVE_S, GrowJobs, options_from, options_of
 from roxxel_dist.launcher.control.new_job import job_of
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import is_secret, masked_words, ranks_on
 from roxxel_dist.launcher.job.spec import HostOptions, split_flags
