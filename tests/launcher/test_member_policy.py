@@ -18,7 +18,7 @@ from roxxel_dist.launcher.fleet.state import Change, Stays, Wanted, change_to, w
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.hang import Hang
-from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
+from roxxel_dist.launcher.policy.outcome import AttemptSummary, Cause, next_action
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.platforms import DeviceNeeds
 

@@ -7,7 +7,7 @@ It runs in the launcher's own process, in one thread: it waits for messages of a
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from roxxel_dist.launcher.control.members import MemberHangs
@@ -22,7 +22,6 @@ from roxxel_dist.launcher.policy.outcome import (
     AttemptResult,
     CodeDiffers,
     HostLost,
-    Imported,
     LateRank,
     RankExit,
     is_drain,
@@ -143,7 +142,7 @@ class Attempt:
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and return what happened."""
         self._result = AttemptResult(exits=self._exits, hosts=len(placed))
-        self._code: dict[str, Imported] = {}
+        self._code: dict[str, tuple[str, int, str, str]] = {}  # checksum, rank, host, path of each module
         self._begun = time.monotonic()
         self._detector = HangDetector(self.job.step_timeout, self.times, still_s=self.job.limits.still_s)
         self._result.lost = self.pool.start(self.job, placed, self.key, self.spares, self.address)
@@ -228,25 +227,22 @@ class Attempt:
     def _on_code(self, host: HostConnection, files: Sequence[tuple[int, str, str, str]]) -> None:
         """End a start in which ranks run different sources; later it would cost more than it is worth."""
         for rank, name, path, checksum in files:
-            source = Imported(checksum, rank, host.host, path)
-            first = self._code.setdefault(name, source)
-            if first.checksum == checksum or self._is_ending():
+            first = self._code.setdefault(name, (checksum, rank, host.host, path))
+            if first[0] == checksum or self._is_ending():
                 continue
-            differs = source.difference(first)
+            there = f"rank {first[1]} on host {first[2]}" + f" ({first[3]})" * (first[3] != path)
+            text = f"rank {rank} on host {host.host} runs another {path} than {there}"
             if self._is_starting:
-                self._refuse(differs)
+                text += "; all ranks must run the same code: let a change of it end, or bring it to all hosts"
+                self._result.differs = CodeDiffers(rank=rank, host=host.host, text=text)
+                self.pool.kill()
             else:
-                self.console.info(f"warning: {differs.text}: it was changed while the job ran")
+                self.console.info(f"warning: {text}: it was changed while the job ran")
 
     @property
     def _is_starting(self) -> bool:
         """Whether ranks may still be kept from going on: none has entered a step."""
         return not self._result.reached and time.monotonic() - self._begun <= START_S
-
-    def _refuse(self, differs: CodeDiffers) -> None:
-        fix = "all ranks must run the same code: let a change of it end, or bring it to all hosts"
-        self._result.differs = replace(differs, text=f"{differs.text}; {fix}")
-        self.pool.kill()
 
     def _on_exit(self, end: RankExit) -> None:
         result = self._result

@@ -21,7 +21,7 @@ from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import masked_words
 from roxxel_dist.launcher.job.spec import RUN_ID, JobSpec
 from roxxel_dist.launcher.output import info
-from roxxel_dist.launcher.policy.restart import LONG_S
+from roxxel_dist.launcher.policy.outcome import LONG_S
 from roxxel_dist.process.durable import state_dir, write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.file_lock import is_held, release_lock, take_lock

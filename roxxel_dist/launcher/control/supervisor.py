@@ -22,8 +22,7 @@ from roxxel_dist.launcher.job.placement import Assignment, placements, working_h
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output import Console, Logs
 from roxxel_dist.launcher.policy.hang import LEAST_S, StepTimes
-from roxxel_dist.launcher.policy.outcome import AttemptResult
-from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, Decision, summary
+from roxxel_dist.launcher.policy.outcome import AttemptResult, AttemptSummary, Cause, Decision, summary
 from roxxel_dist.launcher.preflight.devices import known_failures
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, OK_CODES

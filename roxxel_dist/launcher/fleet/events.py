@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from roxxel_dist.launcher.job.placement import Assignment
-from roxxel_dist.launcher.policy.restart import AttemptSummary, Decision
+from roxxel_dist.launcher.policy.outcome import AttemptSummary, Decision
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
 

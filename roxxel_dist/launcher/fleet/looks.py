@@ -14,7 +14,7 @@ from zlib import crc32
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, State
 from roxxel_dist.launcher.job.placement import Assignment
-from roxxel_dist.launcher.policy.restart import REPEAT_S, backoff
+from roxxel_dist.launcher.policy.outcome import REPEAT_S, backoff
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 

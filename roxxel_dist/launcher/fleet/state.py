@@ -11,7 +11,7 @@ from typing import Any
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.job.placement import Assignment, assign, working_hosts
 from roxxel_dist.launcher.job.spec import JobSpec, Limits
-from roxxel_dist.launcher.policy.restart import AttemptSummary, backoff
+from roxxel_dist.launcher.policy.outcome import AttemptSummary, backoff
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
 NUMBERS = re.compile(r"\d[\d.,]*")

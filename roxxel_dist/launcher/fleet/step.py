@@ -15,7 +15,7 @@ from roxxel_dist.launcher.fleet.looks import KEPT, follow, forgive, note_return,
 from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, Search, State, Stays, Wanted, change_to
 from roxxel_dist.launcher.job.placement import working_hosts
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.policy.restart import Cause, has_come_to_nothing, next_action
+from roxxel_dist.launcher.policy.outcome import Cause, has_come_to_nothing, next_action
 from roxxel_dist.launcher.preflight.checks import named, once
 from roxxel_dist.launcher.preflight.run import PreflightReport
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import PROGRAM_FIX, Backend
-from roxxel_dist.launcher.policy.outcome import how
-from roxxel_dist.launcher.policy.restart import backoff
+from roxxel_dist.launcher.policy.outcome import backoff, how
 from roxxel_dist.launcher.transport.connection import DENIED, KEY_COMMAND, PLUGIN, HostConnection, NearEnd, shortened
 from roxxel_dist.launcher.transport.pool import PROBE_END_S, HostPool
 from roxxel_dist.process.process_stat import SESSION, processes

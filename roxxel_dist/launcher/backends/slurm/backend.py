@@ -24,7 +24,7 @@ from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output import info
-from roxxel_dist.launcher.policy.restart import INFRASTRUCTURE, PREEMPTED, Decision
+from roxxel_dist.launcher.policy.outcome import INFRASTRUCTURE, PREEMPTED, Decision
 from roxxel_dist.launcher.transport.connection import start_near
 from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, SCHEDULER_SIGNALS, UserError
 
