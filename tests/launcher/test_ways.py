@@ -241,7 +241,7 @@ def test_a_failure_crosses_these_files(way: str, more: dict[str, float], code: i
     crossed = sorted([call for call in here + there if begun <= call.time <= decided], key=lambda call: call.time)
     after = [call for call in here if decided < call.time <= over]
     assert set(files(*crossed)) == set(table()[way]), "\n".join(files(*crossed))
-    assert {"control/report.py", "output.py"} < set(files(*after)) <= set(table()["report"])
+    assert {"control/supervisor.py", "output.py"} < set(files(*after)) <= set(table()["report"])
 
 
 def test_the_files_of_a_start(start: Callable[..., Job]) -> None:

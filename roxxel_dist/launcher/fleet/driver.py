@@ -7,12 +7,12 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.state import Fleet
-from roxxel_dist.launcher.fleet.step import step
+from roxxel_dist.launcher.fleet.step import DEPART_S, step
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import placements, working_hosts
@@ -141,9 +141,18 @@ class Driver:
                     raise AssertionError(do)
 
     def pause(self, seconds: float) -> None:
-        """Wait while no rank runs. Raises StoppedError."""
-        if numbers := self._signals.wait(seconds):
-            raise StoppedError(numbers[0])
+        """Wait while no rank runs, and take what agents say meanwhile. Raises StoppedError."""
+        end = left = time.monotonic() + seconds
+        while left > 0:
+            left = end - time.monotonic()
+            if self._pool.is_woken(max(0.0, min(left, 1.0))) and (numbers := self._signals.take()):
+                raise StoppedError(numbers[0])
+
+    def await_end(self, hosts: Collection[str]) -> None:
+        """Wait for the end of hosts that a system has asked to end, and that the job needs. Raises StoppedError."""
+        end = time.monotonic() + DEPART_S
+        while self._pool.are_connected(hosts) and time.monotonic() < end:
+            self.pause(0.25)
 
     def _look_before_start(self, look: events.Look) -> PreflightReport:
         report = None
