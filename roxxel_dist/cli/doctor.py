@@ -63,13 +63,8 @@ def doctor(words: list[str]) -> int:
     """Check that hosts answer, are equal, and are ready to train."""
     cut = words.index("--") if "--" in words else len(words)
     args, command = parse(DoctorArgs, words[:cut], "doctor"), words[cut + 1 :]
-    from roxxel_dist.launcher.preflight.devices import (
-        DeviceChecks,
-        forget_failures,
-        forget_failures_of_user,
-        remember_failure,
-    )
-    from roxxel_dist.launcher.preflight.run import check_hosts
+    from roxxel_dist.launcher.preflight.devices import forget_failures, forget_failures_of_user, remember_failure
+    from roxxel_dist.launcher.preflight.run import DeviceChecks, check_hosts
 
     with usage_errors():
         if args.forget is not None:
@@ -84,7 +79,7 @@ def doctor(words: list[str]) -> int:
         report = check_hosts(needs, backend, backend.hosts, port=args.port, devices=checks)
         for host, why in report.suspects.items():
             remember_failure(backend, host, why)
-        forget_failures(backend, list(checks.passed))
+        forget_failures(backend, checks.passed)
         as_json = {"fit": report.passed, **dataclasses.asdict(report)}
         print(json.dumps(as_json, indent=2) if args.json else printable(_as_text(report, len(backend.hosts))))
         return 0 if report.passed else EXIT_PREFLIGHT

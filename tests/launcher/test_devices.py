@@ -20,7 +20,6 @@ from roxxel_dist.launcher.backends.exec import ExecBackend
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.preflight import devices as device_module
 from roxxel_dist.launcher.preflight.devices import (
-    DeviceChecks,
     Measured,
     forget_failures,
     known_failures,
@@ -28,6 +27,7 @@ from roxxel_dist.launcher.preflight.devices import (
     slow_devices,
     unlike,
 )
+from roxxel_dist.launcher.preflight.run import DeviceChecks
 
 pytestmark = pytest.mark.xdist_group("launch")
 PROGRAM = """

@@ -18,8 +18,8 @@ from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import placements, working_hosts
 from roxxel_dist.launcher.output import Console
 from roxxel_dist.launcher.policy.outcome import HostLost
-from roxxel_dist.launcher.preflight.devices import checks_of, forget_failures, remember_failure
-from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
+from roxxel_dist.launcher.preflight.devices import forget_failures, remember_failure
+from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts, checks_of
 from roxxel_dist.launcher.transport.connection import HostConnection
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted
@@ -165,8 +165,9 @@ class Driver:
                     raise StoppedError(numbers[0]) from None
         for host, why in report.suspects.items():
             remember_failure(self._backend, host, why)
-        forget_failures(self._backend, list(self._devices.passed))
-        self._devices.passed.clear()
+        if passed := self._devices.passed:
+            forget_failures(self._backend, passed)
+            passed.clear()
         return report
 
     def _look(self, look: events.Look, pool: HostPool) -> PreflightReport:

@@ -8,11 +8,13 @@ import resource
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from glob import glob
+from typing import Any
 
 from roxxel_dist.launcher.host.probe import answer, is_called, own_name, place
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.spec import JobSpec, Limits
+from roxxel_dist.launcher.job.spec import DeviceCheckMode, JobSpec, Limits
 from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
     Questions,
@@ -26,7 +28,19 @@ from roxxel_dist.launcher.preflight.checks import (
     requirements_of,
     run_checks,
 )
-from roxxel_dist.launcher.preflight.devices import DeviceChecks, is_wanted_here
+from roxxel_dist.launcher.preflight.devices import (
+    DEVICE,
+    NAMES,
+    ROUNDS,
+    Measured,
+    collect,
+    devices_made,
+    excuse_all,
+    figures,
+    findings_of,
+    slow_devices,
+    unlike,
+)
 from roxxel_dist.launcher.preflight.network import Addresses, addresses, check_network
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import HostQuestions
@@ -97,6 +111,122 @@ class PreflightReport:
         known = frozenset(trusted)
         errors = [result.blamed(known) for result in self.findings if result.level == "error"]
         return frozenset(self.unreachable).union(*errors)
+
+
+@dataclass(kw_only=True)
+class DeviceChecks:
+    """The checks of accelerators of one job, from one attempt to the next.
+
+    Args:
+        mode: whether devices are checked; auto: those of hosts with GPUs or TPUs.
+        command: the user's command, which runs on each host, if there is one.
+        pending: hosts that are to be checked before they start.
+        env: variables of the programs on the hosts.
+        simulated: devices of a host, where they are simulated.
+    """
+
+    mode: DeviceCheckMode
+    command: str | None
+    pending: set[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    simulated: int | None = None
+    lists: bool = False
+    """Whether jax makes its devices on each host, also on those whose devices are not checked."""
+    measured: dict[str, Measured] = field(default_factory=dict)
+    """By host: the next ones are compared with them."""
+    failed: dict[str, list[CheckResult]] = field(default_factory=dict)
+    """What was found on hosts that did not pass."""
+    passed: set[str] = field(default_factory=set)
+    """Hosts that passed in this process."""
+
+    @property
+    def asks_anything(self) -> bool:
+        """Whether any host can be asked something. On this machine that is known before."""
+        return bool(self.pending) and (self.mode != "off" or self.command is not None)
+
+    def question(self, host: str) -> dict[str, Any] | None:
+        """The question to a host; None if there is none."""
+        if not self.asks_anything or host not in self.pending:
+            return None
+        asked = {"mode": self.mode, "command": self.command, "env": dict(self.env), "devices": self.simulated}
+        return asked | ({"lists": True} if self.lists and self.mode != "off" else {})
+
+    def needed_by(self, infos: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Whether there is anything to say of these hosts, of which some run their checks."""
+        return any(infos[host].get("checks") or host in self.failed for host in infos)
+
+    def check(self, questions: Questions, hosts: Sequence[str], started: Sequence[str]) -> list[CheckResult]:
+        """Check these hosts; `started`: those that run their checks by now."""
+        answers = collect(questions, started)
+        results: dict[str, list[CheckResult]] = {host: [] for host in started}
+        for host, reply in answers.items():
+            results[host] += findings_of(host, reply)
+            if "devices" in reply.get("devices", {}):
+                self.measured[host] = figures(reply["devices"])
+        for result in unlike(self.measured, list(answers)):
+            results[result.hosts[0]].append(result)
+        measured = [host for host in answers if host in self.measured and not results[host]]
+        for host, found in self._slow(questions, measured).items():
+            results[host] += found
+        if not self.lists:
+            excuse_all(results, answers)
+        for host in answers:
+            self.pending.discard(host)
+            if any(result.suspect for result in results[host]):
+                self.failed[host] = results[host]
+                self.measured.pop(host, None)
+            else:
+                self.failed.pop(host, None)
+                self.passed.add(host)
+        known = [result for host in hosts if host not in results for result in self.failed.get(host, ())]
+        found = [result for host in results for result in results[host]]
+        good = [host for host in measured if not results[host]]
+        made = devices_made(answers) if self.lists else []
+        return [*found, *known, *made, *([self._good(good)] if good else [])]
+
+    def _slow(self, questions: Questions, hosts: Sequence[str]) -> dict[str, list[CheckResult]]:
+        """The slow devices of these hosts, which are all measured again before one of them is named."""
+        doubtful = self._suspects(hosts, 0.5)
+        for _ in range(ROUNDS - 1):
+            if not doubtful:
+                break
+            asked = {"mode": "on", "command": None, "env": dict(self.env), "devices": self.simulated}
+            replies = questions.ask({host: {"ask": "checks", "checks": asked} for host in hosts})
+            for host, reply in collect(questions, list(replies)).items():
+                if reply.get("devices", {}).get("devices"):
+                    self.measured[host].merge(figures(reply["devices"]))
+            doubtful = self._suspects(list(doubtful), 0.5)
+        return self._suspects(list(doubtful))
+
+    def _suspects(self, hosts: Sequence[str], part: float = 1.0) -> dict[str, list[CheckResult]]:
+        return slow_devices(hosts, self.measured, part)
+
+    def _good(self, hosts: Sequence[str]) -> CheckResult:
+        times = [self.measured[host].times for host in hosts]
+        worst = {
+            work: max((value for one in times for (_, name), value in one.items() if name == work), default=0.0)
+            for work in NAMES
+        }
+        count = sum(len({place for place, _ in one if place >= 0}) for one in times)
+        figures_of = ", ".join(f"{NAMES[work]} {value:.1f} ms" for work, value in worst.items() if value)
+        right = "1 device is right" if count == 1 else f"{count} devices are right, and alike"
+        text = f"{right}; the slowest: {figures_of}"
+        return CheckResult("ok", DEVICE, tuple(hosts), text)
+
+
+def checks_of(job: JobSpec, hosts: Sequence[str], working: int) -> DeviceChecks:
+    """The checks that a job asks of its hosts, of which so many work; all of them are to be checked."""
+    simulated = None if job.devices_per_proc is None else job.devices_per_proc * (job.nprocs // working)
+    env = {**({"JAX_PLATFORMS": "cpu"} if simulated else {}), **job.env}  # as that of a rank, beside the host's own
+    return DeviceChecks(mode=job.check_devices, command=job.preflight, pending={*hosts}, env=env, simulated=simulated)
+
+
+def is_wanted_here(checks: DeviceChecks | None) -> bool:
+    """Whether this machine has something to check."""
+    if checks is None or not checks.asks_anything:
+        return False
+    nodes = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+    return checks.command is not None or checks.mode == "on" or any(map(glob, nodes))
 
 
 def check_job_hosts(
