@@ -155,7 +155,7 @@ class Attempt:
                 clocks.append(self._deadline)
             for host, event in self.pool.events(max(0.0, min(clocks) - time.monotonic())):
                 self._on_event(host, event)
-            for number in self.signals.take():
+            for number in self.signals.take() if self.pool.woken else ():
                 self._on_signal(number)
             self._on_clock(time.monotonic())
         return self._result

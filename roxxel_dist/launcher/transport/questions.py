@@ -109,9 +109,9 @@ class HostQuestions:
             if self._has_room(turn):  # one in a turn: answers are not to wait for the start of others
                 self._ask_next(turn, now)
             for link, event in self._pool.ready(self._wait_s(turn)):
-                if link is None:
-                    raise Interrupted
                 self._take(turn, link, event)
+            if self._pool.woken:
+                raise Interrupted
             self._give_up_the_late(turn)
         return {host: turn.answers[host] for host in questions if host in turn.answers}
 
@@ -139,7 +139,7 @@ class HostQuestions:
         ends = [*turn.waiting.values(), *(refused.again for refused in turn.refusals.values())]
         return 0.0 if self._has_room(turn) or not ends else max(0.0, min(ends) - time.monotonic())
 
-    def _take(self, turn: _Round, link: HostConnection, event: Message | str | Exception | None) -> None:
+    def _take(self, turn: _Round, link: HostConnection, event: Message | str | Exception) -> None:
         """Take in an answer, or the end of a program."""
         if isinstance(event, Exception):
             why = str(event) or _why_it_ended(link, self._pool.backend)
