@@ -63,8 +63,13 @@ def doctor(words: list[str]) -> int:
     """Check that hosts answer, are equal, and are ready to train."""
     cut = words.index("--") if "--" in words else len(words)
     args, command = parse(DoctorArgs, words[:cut], "doctor"), words[cut + 1 :]
-    from roxxel_dist.launcher.preflight.devices import forget_failures, forget_failures_of_user, remember_failure
-    from roxxel_dist.launcher.preflight.run import DeviceChecks, check_hosts
+    from roxxel_dist.launcher.preflight.run import (
+        DeviceChecks,
+        check_hosts,
+        forget_failures,
+        forget_failures_of_user,
+        remember_failure,
+    )
 
     with usage_errors():
         if args.forget is not None:

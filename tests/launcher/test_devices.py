@@ -18,16 +18,9 @@ from tables import one_test
 from roxxel_dist.cli import main
 from roxxel_dist.launcher.backends.exec import ExecBackend
 from roxxel_dist.launcher.host.protocol import Message
-from roxxel_dist.launcher.preflight import devices as device_module
-from roxxel_dist.launcher.preflight.devices import (
-    Measured,
-    forget_failures,
-    known_failures,
-    remember_failure,
-    slow_devices,
-    unlike,
-)
-from roxxel_dist.launcher.preflight.run import DeviceChecks
+from roxxel_dist.launcher.preflight import run as preflight
+from roxxel_dist.launcher.preflight.devices import Measured, slow_devices, unlike
+from roxxel_dist.launcher.preflight.run import DeviceChecks, forget_failures, known_failures, remember_failure
 
 pytestmark = pytest.mark.xdist_group("launch")
 PROGRAM = """
@@ -237,9 +230,9 @@ def test_a_day_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(known_failures(backend)) == ["a", "b/../c", "d"]
     forget_failures(backend, ["d"])
     now = time.time()
-    monkeypatch.setattr(device_module.time, "time", lambda: now + device_module.FAILURE_KEPT_S - 60)
+    monkeypatch.setattr(preflight.time, "time", lambda: now + preflight.FAILURE_KEPT_S - 60)
     assert known_failures(backend) == {"a": "a: slow", "b/../c": "b/../c: slow"}
-    monkeypatch.setattr(device_module.time, "time", lambda: now + device_module.FAILURE_KEPT_S + 60)
+    monkeypatch.setattr(preflight.time, "time", lambda: now + preflight.FAILURE_KEPT_S + 60)
     assert known_failures(backend) == {}
     for path in tmp_path.rglob("*.json"):
         path.write_text("{")

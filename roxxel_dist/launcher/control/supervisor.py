@@ -36,7 +36,7 @@ from roxxel_dist.launcher.policy.outcome import (
     is_cut_off,
     summary,
 )
-from roxxel_dist.launcher.preflight.devices import known_failures
+from roxxel_dist.launcher.preflight.run import known_failures
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.process.exit_codes import (
     EXIT_DRAINED,

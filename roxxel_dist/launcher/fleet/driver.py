@@ -18,8 +18,13 @@ from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import placements, working_hosts
 from roxxel_dist.launcher.output import Console
 from roxxel_dist.launcher.policy.outcome import HostLost
-from roxxel_dist.launcher.preflight.devices import forget_failures, remember_failure
-from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts, checks_of
+from roxxel_dist.launcher.preflight.run import (
+    PreflightReport,
+    check_job_hosts,
+    checks_of,
+    forget_failures,
+    remember_failure,
+)
 from roxxel_dist.launcher.transport.connection import HostConnection
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted

@@ -1,26 +1,17 @@
-"""Are the accelerators of the hosts right, and as fast as the others? What to ask of which host, and the judgement.
+"""Are the accelerators of the hosts right, and as fast as the others? The judgement of what was measured.
 
 A device is slow if its best time is larger than `FACTOR` times the median of the others of its kind, on whatever host,
-and stays so when it is measured again. It is wrong if a sum of integers is not exact. Hosts whose devices did not pass
-are remembered for a day, so that the next jobs of this user do without them: a file for each, in a folder for each
-cluster, beside the index of jobs. What cannot be written is not remembered.
+and stays so when it is measured again. It is wrong if a sum of integers is not exact.
 """
 
-import json
-import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
 
 from roxxel_dist.launcher.host.protocol import Message
-from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.preflight.checks import CheckResult, Level, Questions, named
-from roxxel_dist.process.durable import state_dir, write_file
 from roxxel_dist.process.exit_codes import pip_install
 
 FACTOR, FACTOR_OF_CPU = 1.5, 4.0
@@ -162,58 +153,3 @@ def excuse_all(results: dict[str, list[CheckResult]], answers: Mapping[str, Mess
             results[host] = [result for result in results[host] if result.check != DEVICE]
         text = f"the devices could not be checked on any of {len(asked)} hosts: {answers[asked[0]]['devices']['why']}"
         results[asked[0]].append(CheckResult("warning", DEVICE, tuple(asked), text))
-
-
-FAILURE_KEPT_S = 24 * 3600.0
-ALL_HOSTS = "all"
-
-
-def _folder(backend: Backend) -> Path:
-    """That of the hosts of a cluster. Raises FileNotFoundError where this user has no home."""
-    kind = type(backend).__name__.removesuffix("Backend").lower()
-    return state_dir().parent / "failed-hosts" / (f"{kind}-{backend.cluster}" if backend.cluster else kind)
-
-
-def _file(backend: Backend, host: str) -> Path:
-    return _folder(backend) / f"{quote(host, safe='')}.json"
-
-
-def known_failures(backend: Backend) -> dict[str, str]:
-    """The hosts of a backend that failed within the last day, and why."""
-    found: dict[str, str] = {}
-    for host in backend.hosts:
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            value = json.loads(_file(backend, host).read_text(encoding="utf-8"))
-            if 0 <= time.time() - float(value["time"]) < FAILURE_KEPT_S:
-                found[host] = str(value["why"])
-    return found
-
-
-def remember_failure(backend: Backend, host: str, why: str) -> None:
-    """Note that a host failed now. There is nothing to remember of this machine: it has no other in its place."""
-    if backend.is_local:
-        return
-    with suppress(OSError):
-        path = _file(backend, host)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_file(path, json.dumps({"time": time.time(), "why": why}) + "\n", sync=False)
-
-
-def forget_failures(backend: Backend, hosts: Collection[str]) -> None:
-    """Note that hosts are good again."""
-    for host in hosts:
-        with suppress(OSError):
-            _file(backend, host).unlink()
-
-
-def forget_failures_of_user(names: Sequence[str]) -> list[str]:
-    """Forget hosts of every cluster, or all hosts; returns those that were known."""
-    gone: list[str] = []
-    with suppress(FileNotFoundError):
-        for path in sorted((state_dir().parent / "failed-hosts").glob("*/*.json")):
-            host = unquote(path.stem)
-            if host in names or list(names) == [ALL_HOSTS]:
-                with suppress(OSError):
-                    path.unlink()
-                    gone.append(host)
-    return gone

@@ -3,13 +3,17 @@
 The controller asks all hosts at once, in a few rounds: the agents that it starts there, or itself for this machine.
 """
 
+import json
 import os
 import resource
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from glob import glob
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from roxxel_dist.launcher.host.probe import answer, is_called, own_name, place
 from roxxel_dist.launcher.host.protocol import Message
@@ -44,6 +48,7 @@ from roxxel_dist.launcher.preflight.devices import (
 from roxxel_dist.launcher.preflight.network import Addresses, addresses, check_network
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import HostQuestions
+from roxxel_dist.process.durable import state_dir, write_file
 
 LOOPBACK = "127.0.0.1"
 FILES, FILES_A_HOST = 64, 16
@@ -186,7 +191,7 @@ class DeviceChecks:
 
     def _slow(self, questions: Questions, hosts: Sequence[str]) -> dict[str, list[CheckResult]]:
         """The slow devices of these hosts, which are all measured again before one of them is named."""
-        doubtful = self._suspects(hosts, 0.5)
+        doubtful = slow_devices(hosts, self.measured, 0.5)
         for _ in range(ROUNDS - 1):
             if not doubtful:
                 break
@@ -195,11 +200,8 @@ class DeviceChecks:
             for host, reply in collect(questions, list(replies)).items():
                 if reply.get("devices", {}).get("devices"):
                     self.measured[host].merge(figures(reply["devices"]))
-            doubtful = self._suspects(list(doubtful), 0.5)
-        return self._suspects(list(doubtful))
-
-    def _suspects(self, hosts: Sequence[str], part: float = 1.0) -> dict[str, list[CheckResult]]:
-        return slow_devices(hosts, self.measured, part)
+            doubtful = slow_devices(list(doubtful), self.measured, 0.5)
+        return slow_devices(list(doubtful), self.measured)
 
     def _good(self, hosts: Sequence[str]) -> CheckResult:
         times = [self.measured[host].times for host in hosts]
@@ -392,3 +394,56 @@ def allow_hosts(hosts: int, ranks: int = 0) -> str:
                 f"or use fewer {'ranks' if ranks else 'hosts'}"
             )
     return ""
+
+
+FAILURE_KEPT_S = 24 * 3600.0
+"""Hosts whose devices did not pass are remembered for a day, so that the next jobs of this user do without them: a file
+for each, in a folder for each cluster, beside the index of jobs. What cannot be written is not remembered."""
+ALL_HOSTS = "all"
+
+
+def _file(backend: Backend, host: str) -> Path:
+    """The file of a failed host of a cluster. Raises FileNotFoundError where this user has no home."""
+    kind = type(backend).__name__.removesuffix("Backend").lower() + f"-{backend.cluster}" * bool(backend.cluster)
+    return state_dir().parent / "failed-hosts" / kind / f"{quote(host, safe='')}.json"
+
+
+def known_failures(backend: Backend) -> dict[str, str]:
+    """The hosts of a backend that failed within the last day, and why."""
+    found: dict[str, str] = {}
+    for host in backend.hosts:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            value = json.loads(_file(backend, host).read_text(encoding="utf-8"))
+            if 0 <= time.time() - float(value["time"]) < FAILURE_KEPT_S:
+                found[host] = str(value["why"])
+    return found
+
+
+def remember_failure(backend: Backend, host: str, why: str) -> None:
+    """Note that a host failed now. There is nothing to remember of this machine: it has no other in its place."""
+    if backend.is_local:
+        return
+    with suppress(OSError):
+        path = _file(backend, host)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_file(path, json.dumps({"time": time.time(), "why": why}) + "\n", sync=False)
+
+
+def forget_failures(backend: Backend, hosts: Collection[str]) -> None:
+    """Note that hosts are good again."""
+    for host in hosts:
+        with suppress(OSError):
+            _file(backend, host).unlink()
+
+
+def forget_failures_of_user(names: Sequence[str]) -> list[str]:
+    """Forget hosts of every cluster, or all hosts; returns those that were known."""
+    gone: list[str] = []
+    with suppress(FileNotFoundError):
+        for path in sorted((state_dir().parent / "failed-hosts").glob("*/*.json")):
+            host = unquote(path.stem)
+            if host in names or list(names) == [ALL_HOSTS]:
+                with suppress(OSError):
+                    path.unlink()
+                    gone.append(host)
+    return gone

@@ -123,7 +123,8 @@ class Options(base.Options, HostOptions):
             ):
                 if value is not None and value < least:
                     raise UserError(f"{flag} {value}: must be at least {least}")
-            options_of(self.grow_options)
+            if self.grow_options is not None:
+                options_of(self.grow_options)
             if self.grow_options is not None and not self.grow_jobs:
                 raise UserError("--grow-options is for the jobs of --grow-jobs N: give it too")
             if self.grow_jobs and not self.max_restarts:
