@@ -269,7 +269,7 @@ class JobRecorder:
         slurm_job: str = "",
         slurm_cluster: str = "",
     ) -> None:
-        begun = time.time()
+        begun, self._began = time.time(), time.monotonic()
         self._started = started
         self._wrote = 0.0
         self._failed = False
@@ -430,7 +430,7 @@ class JobRecorder:
         """The requeues of the SLURM job in a row without a new step; where the program does not count
         steps, without an hour in which it ran."""
         entry = self.entry
-        is_long = not (counts or entry.step) and time.time() - entry.begun >= LONG_S
+        is_long = not (counts or entry.step) and time.monotonic() - self._began >= LONG_S
         return 0 if entry.step > entry.furthest or is_long else entry.requeues
 
     def end(self, code: int) -> int:
