@@ -18,14 +18,7 @@ from roxxel_dist.launcher.job.placement import Placement
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output import Console, Logs
 from roxxel_dist.launcher.policy.hang import Hang, HangDetector, StepTimes
-from roxxel_dist.launcher.policy.outcome import (
-    AttemptResult,
-    CodeDiffers,
-    HostLost,
-    LateRank,
-    RankExit,
-    is_drain,
-)
+from roxxel_dist.launcher.policy.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
 from roxxel_dist.launcher.transport.connection import HostConnection
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.process.exit_codes import EXIT_USAGE, OK_CODES

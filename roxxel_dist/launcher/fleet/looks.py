@@ -201,9 +201,7 @@ def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) ->
         and _strangers(result, working)
     ]
     wrong = report.blamed(working).union(
-        *(_strangers(result, working) for result in strange),
-        report.suspects.keys() - {*working},
-        same,
+        *(_strangers(result, working) for result in strange), report.suspects.keys() - {*working}, same
     )
     if report.passed and not wrong:
         fleet.look = events.Warm(plan=look.assignment, report=report, candidates=names)

@@ -132,11 +132,7 @@ def change_to(wanted: Collection[str], members: Sequence[str], present: Collecti
     lost = [host for host in unwanted if host not in there]
     spared = lost[max(0, len(members) - len(leaving[:allowed]) - least) :]
     stay = {*kept, *spared}
-    return Change(
-        newcomers=newcomers,
-        leaves=tuple(host for host in unwanted if host not in stay),
-        kept=kept,
-    )
+    return Change(newcomers=newcomers, leaves=tuple(host for host in unwanted if host not in stay), kept=kept)
 
 
 def working_number(hosts: int, spare: int, first: int, most: int | None) -> int:
@@ -363,10 +359,7 @@ class Fleet:
         first = len(working_hosts(given, self.first))
         number = working_number(len(members), given.spare_hosts, first, given.max_hosts)
         return replace(
-            given,
-            nprocs=given.nprocs // first * number,
-            spare_hosts=len(members) - number,
-            min_hosts=self.least,
+            given, nprocs=given.nprocs // first * number, spare_hosts=len(members) - number, min_hosts=self.least
         )
 
     def assignment_of(self, present: Sequence[str]) -> Assignment:

@@ -19,11 +19,7 @@ FACTOR, FACTOR_OF_CPU = 1.5, 4.0
 ROUNDS = 3
 """How often a host that looks slow is measured, and those that it is compared with; the best times count. It looks slow
 from half of what `FACTOR` adds: other programs may have disturbed those that it is compared with."""
-NAMES = {
-    "product": "a product of matrices",
-    "copy": "a copy in its memory",
-    "sum": "a sum over a host's devices",
-}
+NAMES = {"product": "a product of matrices", "copy": "a copy in its memory", "sum": "a sum over a host's devices"}
 DEVICE, COMMAND, VENDOR = "device", "preflight", "driver"
 """The names of the checks."""
 

@@ -137,10 +137,7 @@ class JobSetSpec:
                     f"{option} {name!r}: use at most {most} small letters, digits and -, a letter first and no - at "
                     "the end, as Kubernetes does"
                 )
-        for option, names in (
-            ("--secret", options.secret),
-            ("--volume", [claim for claim, _ in self.mounts]),
-        ):
+        for option, names in (("--secret", options.secret), ("--volume", [claim for claim, _ in self.mounts])):
             for name in names:
                 if not SUBDOMAIN.fullmatch(name) or len(name) > 253:
                     raise UserError(f"{option} {name!r}: use small letters, digits, - and . as Kubernetes does")
