@@ -137,10 +137,10 @@ def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
 
 def _as_text(report: "PreflightReport", hosts: int) -> str:
     """A line a finding; then the count."""
-    from roxxel_dist.launcher.preflight.checks import CheckResult, once
+    from roxxel_dist.launcher.preflight.checks import CheckResult, merge_alike
 
     gone = [CheckResult("error", "host", (host,), f"{host}: {why}") for host, why in report.unreachable.items()]
-    rows = once([*report.findings, *gone])
+    rows = merge_alike([*report.findings, *gone])
     lines = aligned([(f"{level:<7}", check, text) for level, check, text in rows], left=None)
     levels = [level for level, _, _ in rows]
     counts = {"host": hosts, "error": levels.count("error"), "warning": levels.count("warning")}

@@ -52,7 +52,7 @@ def printable(text: str, *, colours: bool = False) -> str:
     return f"{shown}\x1b[0m" if count and re.search(COLOUR, shown) and not shown.endswith("\x1b[0m") else shown
 
 
-def shortened(line: str) -> str:
+def shorten(line: str) -> str:
     """A line for a message, without colours: its beginning and its end, where it is long."""
     line = SEQUENCE.sub("", line)
     return line if len(line) <= QUOTED else f"{line[: QUOTED // 2]} … {line[-QUOTED // 2 :]}"
@@ -260,7 +260,7 @@ def clock(seconds: float) -> str:
 
 MAX_LINE_BYTES = 8 << 20
 TAIL_LINES = 200
-"""Of a rank: enough for a long traceback from its first line on."""
+"""Lines of a rank that are kept: enough for a long traceback from its first line on."""
 TAIL_COLUMNS = 2000
 
 

@@ -128,7 +128,7 @@ class HostLease:
 ORDERS = 0  # stdin
 SILENCE = "it heard nothing from the launcher for {:g} s"
 FULL = 1 << 20
-"""With more bytes than this waiting for the controller, output stays in the pipes: ranks wait, memory does not grow."""
+"""The most bytes that wait for the controller; beyond, output stays in the pipes: ranks wait, memory does not grow."""
 
 
 def clock() -> float:
@@ -354,7 +354,7 @@ def main() -> None:
         sys.exit(SILENCE.format(heartbeat_timeout_s))
     orders = inbox.read(0)
     nonce = orders[0].get(NONCE, "") if orders else ""
-    limits = Limits.received(orders[0].get(LIMITS, {})) if orders else Limits()
+    limits = Limits.from_message(orders[0].get(LIMITS, {})) if orders else Limits()
     if orders and "ask" in orders[0]:
         from roxxel_dist.launcher.host.probe import answer_all  # only ranks on other hosts need it
 

@@ -27,10 +27,10 @@ from roxxel_dist.process.progress import Record
 
 AFTER_DUMP_S = 0.1
 STACK = "most recent call first"
-"""In the first line of the stack of a thread, as faulthandler writes it."""
+"""Words in the first line of the stack of a thread, as faulthandler writes it."""
 CHECK_S = 0.25
 END_S = 5.0
-"""Of the time that a system leaves a host: for the ends of launcher and agents."""
+"""Seconds, of the time that a system leaves a host, for the ends of launcher and agents."""
 START_S = 600.0
 """Ranks of a program that reports no steps are taken for started then."""
 
@@ -44,7 +44,7 @@ class StackDump:
     until: float
     hosts_left: int
     least: float = 0.0
-    """Not to be ended earlier, although all have answered."""
+    """The earliest end of the wait, although all have answered."""
     stacks: dict[int, list[str]] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     listening: set[int] = field(default_factory=set)
@@ -103,9 +103,9 @@ class Attempt:
     signals: SignalPipe
     recorder: JobRecorder
     key: str = field(repr=False)
-    """Of the job's folders in memory; a secret."""
+    """The key of the job's folders in memory; a secret."""
     address: str
-    """Of the first host, as the others reach it."""
+    """The address of the first host, as the others reach it."""
     spares: str
     """Whether hosts keep warm spares: on, off, auto."""
     fleet: Driver | None = None
@@ -123,7 +123,7 @@ class Attempt:
     _dump: StackDump | None = None
     _running: dict[int, RunningRank] = field(default_factory=dict)
     members: MemberHangs | None = None
-    """Where other hosts have launchers of their own."""
+    """The hangs of other hosts, where these have launchers of their own."""
     _silent_since: float | None = None
     """Since when no host has sent anything; None while any does."""
     _looked: float = 0.0

@@ -16,7 +16,7 @@ from roxxel_dist.process.exit_codes import UserError
 
 KEPT_S = 7 * 24 * 3600.0
 FORGOTTEN_S = 24 * 3600.0
-"""After which `ps` no longer lists a job that was lost, and `ps --prune` takes off one that is not reported."""
+"""Seconds after which `ps` lists a lost job no longer, and `ps --prune` takes off one that is not reported."""
 UNREPORTED_S = 60 * 24 * 3600.0
 MAX_LISTED = 10
 ANSWER_LIMIT_S = 5.0

@@ -40,7 +40,7 @@ class Process:
     boot: str
     pid: int
     start: int
-    """When it started, in ticks since the boot."""
+    """The time of its start, in ticks since the boot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class RankProcess:
     activity: str = ""
     """Its reported activity: "step", "compile", "save" and so on; "" if it reports none."""
     changed_at: float = 0.0
-    """When the launcher saw `step` or `activity` change last, in seconds since 1970; 0 where neither has."""
+    """The time of the last change of `step` or `activity`, in seconds since 1970; 0 where neither has changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Restart:
     attempt: int
     """The one that ended."""
     time: float
-    """When, in seconds since 1970."""
+    """The time of its end, in seconds since 1970."""
     step: int
     """The largest step that any of its ranks had entered."""
     cause: str
@@ -74,7 +74,7 @@ class Restart:
 
 
 KEPT_RESTARTS = 20
-"""In a record; preempted jobs may be started again without end."""
+"""Restarts in a record; preempted jobs may be started again without end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class JobRecord:
     takes_hosts: bool = False
     """Whether hosts can join it, and leave it."""
     first_rank: int = 0
-    """Not 0: one of several launchers of a job, each of which starts part of the ranks and has a record."""
+    """The first of its ranks; not 0: other launchers of the job start those before, and have records of their own."""
 
     @property
     def run_dir(self) -> str:

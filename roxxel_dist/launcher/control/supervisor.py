@@ -21,7 +21,7 @@ from roxxel_dist.launcher.fleet.step import fleet_of
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import Assignment, placements, working_hosts
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output import LIBRARY_LOG, NOISE_PREFIXES, Console, Logs, shortened
+from roxxel_dist.launcher.output import LIBRARY_LOG, NOISE_PREFIXES, Console, Logs, shorten
 from roxxel_dist.launcher.policy.hang import LEAST_S, Hang, StepTimes
 from roxxel_dist.launcher.policy.outcome import (
     AttemptResult,
@@ -426,7 +426,7 @@ def late_stacks(result: AttemptResult, logs: Logs) -> list[str]:
 
 def environment_report(suspects: Mapping[str, str]) -> list[str]:
     """Lines about variables of ranks that hang, which may keep them from each other; none where there are none."""
-    shown = ", ".join(f"{name}={shortened(value)}" for name, value in suspects.items())
+    shown = ", ".join(f"{name}={shorten(value)}" for name, value in suspects.items())
     return [f"roxxel-dist: the environment of the ranks can part them: {shown}"] * bool(suspects)
 
 

@@ -31,7 +31,7 @@ from roxxel_dist.launcher.transport.questions import Interrupted
 from roxxel_dist.process.interrupt import SignalPipe
 
 TEND_S = 0.5
-"""Between two looks at the agents of hosts that can be used."""
+"""Seconds between two looks at the agents of hosts that can be used."""
 WAIT_S = 0.25
 FOLLOW_S = 0.05
 Reply = Callable[[Sequence[events.Do]], None]
@@ -190,7 +190,7 @@ class Driver:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """While ranks run: carry out looks and warm-ups. At the end the job's pool has agents on hosts that join."""
+        """Carry out looks and warm-ups while ranks run. At the end the job's pool has agents on hosts that join."""
         if self.fleet.is_fixed:
             yield
             return
@@ -215,7 +215,7 @@ class Driver:
                 )
 
     def tick(self) -> None:
-        """While ranks run: follow the other threads, and the clock."""
+        """Follow the other threads and the clock, while ranks run."""
         self._follow()
         self.step(events.Tick())
         self.say()

@@ -92,7 +92,7 @@ def next_look(fleet: Fleet) -> None:
             break
 
 
-def answered(fleet: Fleet, look: events.Look, event: events.Answered) -> None:
+def on_answer(fleet: Fleet, look: events.Look, event: events.Answered) -> None:
     """Judge what a look has found."""
     names = _end_look(fleet, look)
     if look.keep and names == look.candidates:
@@ -104,7 +104,7 @@ def answered(fleet: Fleet, look: events.Look, event: events.Answered) -> None:
     next_look(fleet)
 
 
-def warmed(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
+def on_warm(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
     """Hosts are ready to join, but those that cannot have ranks."""
     names = _end_look(fleet, warm)
     failed = {name: why for name, why in event.failed.items() if name in names}
@@ -125,14 +125,14 @@ def warmed(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
     next_look(fleet)
 
 
-def lost(fleet: Fleet, event: events.Lost) -> None:
+def on_loss(fleet: Fleet, event: events.Lost) -> None:
     """A host that was warm is not any more."""
     if event.host in fleet.are(State.WARM):
         _refuse(fleet, event.host, {"agent": event.why})
     next_look(fleet)
 
 
-def mistaken(fleet: Fleet, event: events.Mistake) -> None:
+def on_mistake(fleet: Fleet, event: events.Mistake) -> None:
     """Say that a look has failed by a mistake of this program, and look again later."""
     names = ", ".join(event.hosts)
     if fleet.look is not None and fleet.look.candidates == event.hosts:
@@ -293,7 +293,7 @@ def _why_idle(fleet: Fleet, host: Host, working: int) -> str:
 
 
 def follow(fleet: Fleet) -> None:
-    """While ranks run: let hosts be those that are wanted, as far as that costs no restart."""
+    """Let hosts be those that are wanted, as far as that costs no restart; while ranks run."""
     _receive_newcomers(fleet)
     change = fleet.change
     leaves, working = {*change.leaves}, {*fleet.working}

@@ -115,7 +115,7 @@ class Pace:
 
     base: int
     since: float
-    """When the ranks began to start, or to train at this pace."""
+    """The time when the ranks began to start, or to train at this pace."""
     begun: float
     step_s: float
     save_s: float

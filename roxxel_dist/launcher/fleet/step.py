@@ -15,7 +15,7 @@ from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, Search, 
 from roxxel_dist.launcher.job.placement import working_hosts
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.outcome import REPEAT_S, Cause, has_come_to_nothing, next_action
-from roxxel_dist.launcher.preflight.checks import named, once
+from roxxel_dist.launcher.preflight.checks import fold, merge_alike
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
 SWAP_S = 10.0
@@ -98,12 +98,12 @@ def _on_answer(fleet: Fleet, event: events.Answered) -> None:
     if fleet.search is not None:
         _on_search_answer(fleet, fleet.search, fleet.look, event)
     else:
-        looks.answered(fleet, fleet.look, event)
+        looks.on_answer(fleet, fleet.look, event)
 
 
 def _on_warm(fleet: Fleet, event: events.Warmed) -> None:
     if isinstance(fleet.look, events.Warm):
-        looks.warmed(fleet, fleet.look, event)
+        looks.on_warm(fleet, fleet.look, event)
 
 
 def _on_request(fleet: Fleet, event: events.Asked) -> None:
@@ -244,7 +244,7 @@ def _on_search_answer(fleet: Fleet, search: Search, look: events.Look, event: ev
     if _without_failed(fleet, search, report):
         _ask(fleet)
         return
-    for _, _, text in once(result for result in report.findings if result.level == "warning"):
+    for _, _, text in merge_alike(result for result in report.findings if result.level == "warning"):
         fleet.say(f"warning: {text}")
     if report.passed:
         _start(fleet, search, look, report)
@@ -256,7 +256,7 @@ def _on_search_answer(fleet: Fleet, search: Search, look: events.Look, event: ev
 
 def _search_again(fleet: Fleet, search: Search) -> None:
     """Ask again after a moment. While the job waits for hosts, one that is new will do."""
-    fleet.stays = fleet.stays.forgiven()
+    fleet.stays = fleet.stays.forget_short()
     if not fleet.is_fixed and (new := fleet.change.newcomers):
         fleet.move(new, State.WANTED)
         fleet.change_members(joins=new)
@@ -373,7 +373,7 @@ def _wait(fleet: Fleet, search: Search, report: PreflightReport, there: int) -> 
             fleet.say(text, SEARCH)
     elif new := fleet.in_order({*report.starting} - search.starting):
         search.starting = search.starting | {*new}
-        names = f"host {new[0]}" if len(new) == 1 else f"hosts {named(new)}"
+        names = f"host {new[0]}" if len(new) == 1 else f"hosts {fold(new)}"
         fleet.say(f"{limit} {names} to start (--host-timeout): {report.unreachable[new[0]]}", SEARCH)
     fleet.todo.append(events.Wait(seconds=RETRY_S))
 
@@ -385,8 +385,8 @@ RULES: Mapping[type[events.Event], Callable[[Fleet, Any], None]] = {
     events.Asked: _on_request,
     events.Say: lambda fleet, event: fleet.say(event.text),
     events.Warmed: _on_warm,
-    events.Lost: looks.lost,
-    events.Mistake: looks.mistaken,
+    events.Lost: looks.on_loss,
+    events.Mistake: looks.on_mistake,
     events.CanDrain: _drain,
     events.AttemptEnded: _on_end,
 }

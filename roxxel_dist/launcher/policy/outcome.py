@@ -58,11 +58,11 @@ class HostLost:
     text: str
     """A description for the user."""
     last_seen: float = 0.0
-    """When it sent its last message, by the launcher's clock."""
+    """The time of its last message, by the launcher's clock."""
     with_host: bool = False
     """The host is out of reach; an agent that ended by itself leaves a host that can be used."""
     gone_by: float = 0.0
-    """When its ranks have ended, wherever they are, by the launcher's clock; 0: they have."""
+    """The time when its ranks have ended, wherever they are, by the launcher's clock; 0: they have."""
     by_link: bool = False
     """The near end of its connection ended, so nothing is known of the host."""
     died: bool = False
@@ -101,10 +101,10 @@ class LateRank:
 
 @dataclass(kw_only=True)
 class AttemptResult:
-    """Everything that determines the exit code of a job, and the report about it."""
+    """The facts that determine the exit code of a job, and the report about it."""
 
     exits: Sequence[RankExit] = field(default_factory=list)
-    """In the order in which the ranks ended."""
+    """The ends of the ranks, in their order."""
     requested: int | None = None
     """The signal that asked the launcher to stop."""
     late: bool = False
@@ -118,14 +118,14 @@ class AttemptResult:
     cut: set[str] = field(default_factory=set)
     """Hosts whose connection ended here."""
     gone_by: dict[str, float] = field(default_factory=dict)
-    """Of each host that was lost: when its ranks have ended, wherever they are (`HostLost.gone_by`)."""
+    """`HostLost.gone_by` of each host that was lost."""
     failed: float = 0.0
-    """When the first failure of a rank was reported, by the launcher's clock."""
+    """The time of the first report of a failed rank, by the launcher's clock."""
     hang: Hang | None = None
     """A rank did not go on within its limit; all were killed."""
     hang_host: str = ""
     stack: Sequence[str] = ()
-    """Of the rank that hung."""
+    """The stack of the rank that hung."""
     suspects: Mapping[str, str] = field(default_factory=dict)
     """Variables of the ranks that may keep them from each other."""
     differs: CodeDiffers | None = None
@@ -137,7 +137,7 @@ class AttemptResult:
     departing: list[str] = field(default_factory=list)
     """Hosts whose system asked them to end while the job goes on: a preemption, a reboot."""
     host_change: str = ""
-    """Not empty where all were asked to save and leave, because hosts join or leave the job: how it goes on then."""
+    """How the job goes on, where all were asked to save and leave because hosts join or leave it; else empty."""
 
 
 def is_cut_off(result: AttemptResult) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roxxel_dist.launcher.host.protocol import Message
-from roxxel_dist.launcher.preflight.checks import CheckResult, Level, Questions, named
+from roxxel_dist.launcher.preflight.checks import CheckResult, Level, Questions, fold
 from roxxel_dist.process.exit_codes import pip_install
 
 FACTOR, FACTOR_OF_CPU = 1.5, 4.0
@@ -64,7 +64,7 @@ def figures(answer: Mapping[str, Any]) -> Measured:
     return Measured(kind=(answer["platform"], answer["kind"], len(answer["devices"])), times=times)
 
 
-def unlike(measured: Mapping[str, Measured], hosts: Sequence[str]) -> Iterator[CheckResult]:
+def unlike_hosts(measured: Mapping[str, Measured], hosts: Sequence[str]) -> Iterator[CheckResult]:
     """The hosts on which jax finds fewer devices than on most hosts, or a CPU where most have another."""
     kinds = Counter(one.kind for one in measured.values())
     platform, kind, count = max(kinds, key=lambda key: (kinds[key], key[0] != "cpu", key[2]), default=("cpu", "", 1))
@@ -137,11 +137,11 @@ def devices_made(answers: Mapping[str, Message]) -> list[CheckResult]:
         if "count" in (found := answer.get("devices", {})):
             kind = "" if found["kind"] == found["platform"] else f" ({found['kind']})"
             groups.setdefault(f"jax makes {found['count']} {found['platform']} device(s){kind}", []).append(host)
-    return [CheckResult("ok", "jax", tuple(hosts), f"{text} on {named(hosts)}") for text, hosts in groups.items()]
+    return [CheckResult("ok", "jax", tuple(hosts), f"{text} on {fold(hosts)}") for text, hosts in groups.items()]
 
 
 def excuse_all(results: dict[str, list[CheckResult]], answers: Mapping[str, Message]) -> None:
-    """Where the check of devices can run on no host, the check is to blame, and not the hosts: one warning."""
+    """Blame the check of devices, and not the hosts, where it can run on none of them: one warning."""
     asked = [host for host, answer in answers.items() if "devices" in answer]
     broken = [host for host in asked if "why" in answers[host]["devices"]]
     if asked and broken == asked:

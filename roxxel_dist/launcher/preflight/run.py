@@ -1,4 +1,4 @@
-"""Before each start: are the hosts there, are they fit, and where do the ranks find each other?
+"""Preflight before each start: are the hosts there, are they fit, and where do the ranks find each other?
 
 The controller asks all hosts at once, in a few rounds: the agents that it starts there, or itself for this machine.
 """
@@ -24,11 +24,11 @@ from roxxel_dist.launcher.preflight.checks import (
     Questions,
     Requirements,
     are_one_machine,
-    each_wrong,
-    launchers,
-    named,
-    once,
-    own_names,
+    blame_each,
+    fold,
+    launcher_findings,
+    merge_alike,
+    name_findings,
     requirements_of,
     run_checks,
 )
@@ -43,7 +43,7 @@ from roxxel_dist.launcher.preflight.devices import (
     figures,
     findings_of,
     slow_devices,
-    unlike,
+    unlike_hosts,
 )
 from roxxel_dist.launcher.preflight.network import Addresses, addresses, check_network
 from roxxel_dist.launcher.transport.pool import HostPool
@@ -62,7 +62,7 @@ class PreflightReport:
     """The findings of preflight."""
 
     address: str = ""
-    """Where rank 0's coordinator shall listen, as the other hosts reach it; empty where there is no such place."""
+    """The address of rank 0's coordinator, as the other hosts reach it; empty where there is none."""
     port: int = 0
     """Free there; 0 where there is none."""
     findings: Sequence[CheckResult] = ()
@@ -105,7 +105,7 @@ class PreflightReport:
             for host, why in self.unreachable.items()
         ]
         errors = [result for result in self.findings if result.level == "error"]
-        return [text for _, _, text in once([*errors, *gone])]
+        return [text for _, _, text in merge_alike([*errors, *gone])]
 
     def covers(self, hosts: Sequence[str]) -> bool:
         """Whether these are among its hosts, with the same first one."""
@@ -138,7 +138,7 @@ class DeviceChecks:
     lists: bool = False
     """Whether jax makes its devices on each host, also on those whose devices are not checked."""
     measured: dict[str, Measured] = field(default_factory=dict)
-    """By host: the next ones are compared with them."""
+    """The devices by host: the next ones are compared with them."""
     failed: dict[str, list[CheckResult]] = field(default_factory=dict)
     """What was found on hosts that did not pass."""
     passed: set[str] = field(default_factory=set)
@@ -168,7 +168,7 @@ class DeviceChecks:
             results[host] += findings_of(host, reply)
             if "devices" in reply.get("devices", {}):
                 self.measured[host] = figures(reply["devices"])
-        for result in unlike(self.measured, list(answers)):
+        for result in unlike_hosts(self.measured, list(answers)):
             results[result.hosts[0]].append(result)
         measured = [host for host in answers if host in self.measured and not results[host]]
         for host, found in self._slow(questions, measured).items():
@@ -275,12 +275,61 @@ def check_hosts(
     with ExitStack() as held:
         is_waiting = pool is not None and is_wanted_here(devices)  # for seconds, in which somebody may press Ctrl-C
         if backend.is_local and len(hosts) == 1 and not is_waiting:
-            return _check(requirements, backend, hosts, port, _ThisMachine(held), busy, devices, None)
-        if problem := allow_hosts(len(hosts)):
+            questions: Questions = _ThisMachine(held)
+            known = None
+        elif problem := allow_hosts(len(hosts)):
             return PreflightReport(findings=[CheckResult("error", "limits", tuple(hosts), problem)])
-        requirements = replace(requirements, distinct=not backend.same_machine)
-        questions = HostQuestions(pool or held.enter_context(HostPool(backend)))
-        return _check(requirements, backend, hosts, port, questions, busy, devices, known)
+        else:
+            requirements = replace(requirements, distinct=not backend.same_machine)
+            questions = HostQuestions(pool or held.enter_context(HostPool(backend)))
+        checks = {host: devices.question(host) for host in hosts} if devices is not None else {}
+        asked = asdict(requirements)
+        infos = questions.ask({host: {"ask": "facts", **asked, "checks": checks.get(host)} for host in hosts})
+        for info in infos.values():
+            info.pop("fill", None)
+        for host in [host for host in infos if "why" in infos[host]]:
+            questions.unreachable[host] = infos.pop(host)["why"]
+        if not infos:
+            return PreflightReport(unreachable=dict(questions.unreachable), starting=tuple(questions.starting))
+        for host in infos.keys() & busy:
+            infos[host]["tpu_lock"] = None
+        first, *others = infos
+        findings = run_checks(requirements, infos)
+        if requirements.distinct and not backend.is_by_ssh:  # ssh knows its hosts by their keys
+            near = [host for host, info in infos.items() if info["place"] == place()]
+            findings += launcher_findings([host for host in near if not is_called(host)])
+        address = backend.address or LOOPBACK
+        places = Addresses(coordinators=[address])
+        machines = {host: info["machine"] for host, info in infos.items()}
+        is_known = known is not None and machines.items() <= known.machines.items()
+        if known is not None and is_known:
+            places = Addresses(coordinators=[known.address])
+        elif not are_one_machine(infos):
+            places = addresses(questions, requirements, infos)
+        elif address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
+            findings += name_findings(requirements, {first: infos[first] | own_name()})
+        free = port or 0
+        if backend.is_coordinator and is_known:  # whoever listens there has been reached
+            address = places.coordinators[0]
+            said = questions.ask({first: {"ask": "listen", "places": [(address, free)], "nonce": ""}}).get(first, {})
+            free = next((number for number in said.get("ports", ()) if isinstance(number, int)), 0)
+        if backend.is_coordinator and not (is_known and free):
+            address, free, more = check_network(questions, infos, places, port)
+            findings += more
+        if requirements.shared and others and not is_known:
+            findings += _shared(questions, list(infos), requirements.run_dir)
+        if devices is not None and devices.needed_by(infos):  # last: the checks have run meanwhile
+            findings += devices.check(questions, list(infos), [host for host in infos if infos[host].get("checks")])
+        return PreflightReport(
+            address=address,
+            port=free,
+            findings=findings,
+            unreachable=dict(questions.unreachable),
+            starting=tuple(questions.starting),
+            visible={host: info["visible"] for host, info in infos.items() if info["visible"] is not None},
+            machines=machines,
+            cores=max(info["cores"] for info in infos.values()),
+        )
 
 
 class _ThisMachine:
@@ -295,66 +344,6 @@ class _ThisMachine:
         return {host: answer(question, self._held, Limits()) for host, question in questions.items()}
 
 
-def _check(
-    requirements: Requirements,
-    backend: Backend,
-    hosts: Sequence[str],
-    port: int | None,
-    questions: Questions,
-    busy: Collection[str],
-    devices: DeviceChecks | None,
-    known: PreflightReport | None,
-) -> PreflightReport:
-    checks = {host: devices.question(host) for host in hosts} if devices is not None else {}
-    asked = asdict(requirements)
-    infos = questions.ask({host: {"ask": "facts", **asked, "checks": checks.get(host)} for host in hosts})
-    for info in infos.values():
-        info.pop("fill", None)
-    for host in [host for host in infos if "why" in infos[host]]:
-        questions.unreachable[host] = infos.pop(host)["why"]
-    if not infos:
-        return PreflightReport(unreachable=dict(questions.unreachable), starting=tuple(questions.starting))
-    for host in infos.keys() & busy:
-        infos[host]["tpu_lock"] = None
-    first, *others = infos
-    findings = run_checks(requirements, infos)
-    if requirements.distinct and not backend.is_by_ssh:  # ssh knows its hosts by their keys
-        near = [host for host, info in infos.items() if info["place"] == place()]
-        findings += launchers([host for host in near if not is_called(host)])
-    address = backend.address or LOOPBACK
-    places = Addresses(coordinators=[address])
-    machines = {host: info["machine"] for host, info in infos.items()}
-    is_known = known is not None and machines.items() <= known.machines.items()
-    if known is not None and is_known:
-        places = Addresses(coordinators=[known.address])
-    elif not are_one_machine(infos):
-        places = addresses(questions, requirements, infos)
-    elif address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
-        findings += own_names(requirements, {first: infos[first] | own_name()})
-    free = port or 0
-    if backend.is_coordinator and is_known:  # whoever listens there has been reached
-        address = places.coordinators[0]
-        held = questions.ask({first: {"ask": "listen", "places": [(address, free)], "nonce": ""}}).get(first, {})
-        free = next((number for number in held.get("ports", ()) if isinstance(number, int)), 0)
-    if backend.is_coordinator and not (is_known and free):
-        address, free, more = check_network(questions, infos, places, port)
-        findings += more
-    if requirements.shared and others and not is_known:
-        findings += _shared(questions, list(infos), requirements.run_dir)
-    if devices is not None and devices.needed_by(infos):  # last: the checks have run meanwhile
-        findings += devices.check(questions, list(infos), [host for host in infos if infos[host].get("checks")])
-    return PreflightReport(
-        address=address,
-        port=free,
-        findings=findings,
-        unreachable=dict(questions.unreachable),
-        starting=tuple(questions.starting),
-        visible={host: info["visible"] for host, info in infos.items() if info["visible"] is not None},
-        machines=machines,
-        cores=max(info["cores"] for info in infos.values()),
-    )
-
-
 def _shared(questions: Questions, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:
     """Whether a file that the first host makes in the run directory is there for all."""
     first, *others = hosts
@@ -364,12 +353,12 @@ def _shared(questions: Questions, hosts: Sequence[str], run_dir: str | None) -> 
     answers = questions.ask({host: {"ask": "see", "run_dir": run_dir, "name": file["name"]} for host in others})
     blind = [host for host, said in answers.items() if not said.get("seen")]
     if not blind:
-        return [CheckResult("ok", "run directory", tuple(hosts), f"{run_dir} is the same folder on {named(hosts)}")]
+        return [CheckResult("ok", "run directory", tuple(hosts), f"{run_dir} is the same folder on {fold(hosts)}")]
     text = (
-        f"{run_dir} on {named(blind)} is not the folder that {first} has: checkpoints need one that all hosts share; "
+        f"{run_dir} on {fold(blind)} is not the folder that {first} has: checkpoints need one that all hosts share; "
         "name one on a file system that all have mounted with --run_dir"
     )
-    return [CheckResult("error", "run directory", tuple(blind), text, each_wrong(hosts, blind))]
+    return [CheckResult("error", "run directory", tuple(blind), text, blame_each(hosts, blind))]
 
 
 def allow_hosts(hosts: int, ranks: int = 0) -> str:

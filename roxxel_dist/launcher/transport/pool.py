@@ -21,14 +21,14 @@ from roxxel_dist.launcher.transport.connection import (
     CHUNK,
     HostConnection,
     question_in,
-    shortened,
+    shorten,
 )
 from roxxel_dist.process.exit_codes import EXIT_NOT_STARTED, EXIT_PREFLIGHT, OK_CODES, UserError
 
 PROBE_END_S = 2.0
 """How long a program without ranks may take to end."""
 LOOK_S = 0.05
-"""Between two looks at clients that are about to end."""
+"""Seconds between two looks at clients that are about to end."""
 EXIT_HOST_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
 
@@ -372,7 +372,7 @@ class HostPool:
     def _ended(self, link: HostConnection) -> HostLost:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
         code = link.end(0.0)
-        reason = f": {shortened(link.last_error)}" if link.last_error else ""
+        reason = f": {shorten(link.last_error)}" if link.last_error else ""
         is_broken = link.gone is None and self.backend.is_broken_link(code)
         code = code if link.gone is None else link.gone
         if 128 < code < 128 + signal.NSIG:  # of a guard, whose agent ended by a signal

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import PROGRAM_FIX, Backend
 from roxxel_dist.launcher.policy.outcome import backoff, how
-from roxxel_dist.launcher.transport.connection import DENIED, KEY_COMMAND, PLUGIN, HostConnection, NearEnd, shortened
+from roxxel_dist.launcher.transport.connection import DENIED, KEY_COMMAND, PLUGIN, HostConnection, NearEnd, shorten
 from roxxel_dist.launcher.transport.pool import LOOK_S, PROBE_END_S, HostPool
 from roxxel_dist.process.process_stat import SESSION, processes
 
@@ -30,7 +30,7 @@ REFUSALS = 8
 LEAVE_S = 0.3
 """How long a program that does not answer as an agent does may take to end by itself, before its client is killed."""
 CHANGED = "HAS CHANGED"
-"""In what ssh says of a host key that is another one than in known_hosts."""
+"""Words of ssh about a host key that is another one than in known_hosts."""
 EXIT_KILLED = 137
 KILLED = "it was killed there: is memory short, or a limit of the container too low?"
 _numbers = itertools.count(1)
@@ -46,10 +46,10 @@ class Refusals:
     """The connections to a host that its server, or one on the way, has refused."""
 
     until: float
-    """When the host counts as unreachable, by the launcher's clock."""
+    """The time from which on the host counts as unreachable, by the launcher's clock."""
     count: int = 0
     again: float = 0.0
-    """When the next connection may begin."""
+    """The time from which on the next connection may begin."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class _Round:
     leaving: dict[HostConnection, tuple[float, Exception]] = field(default_factory=dict)
     """Those whose program has ended, until when their clients may stay, and how the end was seen."""
     refusals: dict[str, Refusals] = field(default_factory=dict)
-    """Of hosts that are to be reached once more."""
+    """The refusals of hosts that are to be reached once more."""
 
     def limit_of(self, link: HostConnection) -> float:
         """Seconds for an answer: an agent that has had ranks is connected."""
@@ -240,7 +240,7 @@ def _why_it_ended(link: HostConnection, backend: Backend) -> str:
             hint = "the program that gives kubectl its credentials says so"
     elif not hint and code == EXIT_KILLED and why in (link.last_error, link.decoder.noise):
         hint = KILLED
-    return f"{shortened(why)}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"
+    return f"{shorten(why)}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"
 
 
 ESTABLISHED, SYN_SENT = 1, 2

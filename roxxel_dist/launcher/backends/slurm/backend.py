@@ -60,7 +60,7 @@ class SlurmBackend(base.Backend):
     runtime: str | None = None
     """What runs it: pyxis (a plugin of srun) or apptainer."""
     mounts: Sequence[str] = ()
-    """Of the container, beside the working directory, as `/path` or `/path:/inside`."""
+    """Folders for the container, beside the working directory, as `/path` or `/path:/inside`."""
     gpus: bool = False
     """Whether the ranks use GPUs: apptainer needs a flag for them."""
     binds: bool = True
