@@ -21,6 +21,7 @@ from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.spec import DeviceCheckMode, JobSpec, Limits
 from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
+    Hosts,
     Questions,
     Requirements,
     are_one_machine,
@@ -293,30 +294,16 @@ def check_hosts(
             return PreflightReport(unreachable=dict(questions.unreachable), starting=tuple(questions.starting))
         for host in infos.keys() & busy:
             infos[host]["tpu_lock"] = None
-        first, *others = infos
         findings = run_checks(requirements, infos)
         if requirements.distinct and not backend.is_by_ssh:  # ssh knows its hosts by their keys
             near = [host for host, info in infos.items() if info["place"] == place()]
             findings += launcher_findings([host for host in near if not is_called(host)])
-        address = backend.address or LOOPBACK
-        places = Addresses(coordinators=[address])
         machines = {host: info["machine"] for host, info in infos.items()}
-        is_known = known is not None and machines.items() <= known.machines.items()
-        if known is not None and is_known:
-            places = Addresses(coordinators=[known.address])
-        elif not are_one_machine(infos):
-            places = addresses(questions, requirements, infos)
-        elif address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
-            findings += name_findings(requirements, {first: infos[first] | own_name()})
-        free = port or 0
-        if backend.is_coordinator and is_known:  # whoever listens there has been reached
-            address = places.coordinators[0]
-            said = questions.ask({first: {"ask": "listen", "places": [(address, free)], "nonce": ""}}).get(first, {})
-            free = next((number for number in said.get("ports", ()) if isinstance(number, int)), 0)
-        if backend.is_coordinator and not (is_known and free):
-            address, free, more = check_network(questions, infos, places, port)
-            findings += more
-        if requirements.shared and others and not is_known:
+        if known is not None and not machines.items() <= known.machines.items():
+            known = None
+        address, free, more = _place_of_coordinator(requirements, backend, questions, infos, port, known)
+        findings += more
+        if requirements.shared and len(infos) > 1 and known is None:
             findings += _shared(questions, list(infos), requirements.run_dir)
         if devices is not None and devices.needed_by(infos):  # last: the checks have run meanwhile
             findings += devices.check(questions, list(infos), [host for host in infos if infos[host].get("checks")])
@@ -330,6 +317,34 @@ def check_hosts(
             machines=machines,
             cores=max(info["cores"] for info in infos.values()),
         )
+
+
+def _place_of_coordinator(
+    requirements: Requirements,
+    backend: Backend,
+    questions: Questions,
+    infos: Hosts,
+    port: int | None,
+    known: PreflightReport | None,
+) -> tuple[str, int, list[CheckResult]]:
+    """The address and the port (0: none) of the first host that the others reach, and the findings."""
+    first, address, free = next(iter(infos)), backend.address or LOOPBACK, port or 0
+    places, findings = Addresses(coordinators=[address]), list[CheckResult]()
+    if known is not None:
+        places = Addresses(coordinators=[known.address])
+    elif not are_one_machine(infos):
+        places = addresses(questions, requirements, infos)
+    elif address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
+        findings += name_findings(requirements, {first: infos[first] | own_name()})
+    if not backend.is_coordinator:
+        return address, free, findings
+    if known is not None:  # whoever listens there has been reached
+        asked = {first: {"ask": "listen", "places": [(known.address, free)], "nonce": ""}}
+        ports = questions.ask(asked).get(first, {}).get("ports", ())
+        if free := next((number for number in ports if isinstance(number, int)), 0):
+            return known.address, free, findings
+    address, free, more = check_network(questions, infos, places, port)
+    return address, free, findings + more
 
 
 class _ThisMachine:
