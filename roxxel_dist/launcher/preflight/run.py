@@ -157,10 +157,6 @@ class DeviceChecks:
         asked = {"mode": self.mode, "command": self.command, "env": dict(self.env), "devices": self.simulated}
         return asked | ({"lists": True} if self.lists and self.mode != "off" else {})
 
-    def needed_by(self, infos: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Whether there is anything to say of these hosts, of which some run their checks."""
-        return any(infos[host].get("checks") or host in self.failed for host in infos)
-
     def check(self, questions: Questions, hosts: Sequence[str], started: Sequence[str]) -> list[CheckResult]:
         """Check these hosts; `started`: those that run their checks by now."""
         answers = collect(questions, started)
@@ -305,8 +301,9 @@ def check_hosts(
         findings += more
         if requirements.shared and len(infos) > 1 and known is None:
             findings += _shared(questions, list(infos), requirements.run_dir)
-        if devices is not None and devices.needed_by(infos):  # last: the checks have run meanwhile
-            findings += devices.check(questions, list(infos), [host for host in infos if infos[host].get("checks")])
+        has_checks = [host for host in infos if infos[host].get("checks")]
+        if devices is not None and (has_checks or infos.keys() & devices.failed):  # last: they have run meanwhile
+            findings += devices.check(questions, list(infos), has_checks)
         return PreflightReport(
             address=address,
             port=free,
