@@ -63,13 +63,13 @@ def doctor(words: list[str]) -> int:
     """Check that hosts answer, are equal, and are ready to train."""
     cut = words.index("--") if "--" in words else len(words)
     args, command = parse(DoctorArgs, words[:cut], "doctor"), words[cut + 1 :]
-    from roxxel_dist.launcher.preflight.devices import (
+    from roxxel_dist.launcher.preflight.run import (
         DeviceChecks,
+        check_hosts,
         forget_failures,
         forget_failures_of_user,
         remember_failure,
     )
-    from roxxel_dist.launcher.preflight.run import check_hosts
 
     with usage_errors():
         if args.forget is not None:
@@ -84,7 +84,7 @@ def doctor(words: list[str]) -> int:
         report = check_hosts(needs, backend, backend.hosts, port=args.port, devices=checks)
         for host, why in report.suspects.items():
             remember_failure(backend, host, why)
-        forget_failures(backend, list(checks.passed))
+        forget_failures(backend, checks.passed)
         as_json = {"fit": report.passed, **dataclasses.asdict(report)}
         print(json.dumps(as_json, indent=2) if args.json else printable(_as_text(report, len(backend.hosts))))
         return 0 if report.passed else EXIT_PREFLIGHT
@@ -137,10 +137,10 @@ def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
 
 def _as_text(report: "PreflightReport", hosts: int) -> str:
     """A line a finding; then the count."""
-    from roxxel_dist.launcher.preflight.checks import CheckResult, once
+    from roxxel_dist.launcher.preflight.checks import CheckResult, merge_alike
 
     gone = [CheckResult("error", "host", (host,), f"{host}: {why}") for host, why in report.unreachable.items()]
-    rows = once([*report.findings, *gone])
+    rows = merge_alike([*report.findings, *gone])
     lines = aligned([(f"{level:<7}", check, text) for level, check, text in rows], left=None)
     levels = [level for level, _, _ in rows]
     counts = {"host": hosts, "error": levels.count("error"), "warning": levels.count("warning")}

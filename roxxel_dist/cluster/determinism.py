@@ -1,4 +1,4 @@
-"""Everything besides config and data that determines the last bits of a loss; and the cache of compiled programs.
+"""What, besides config and data, determines the last bits of a loss; and the cache of compiled programs.
 
 Decision 9.
 """
@@ -123,7 +123,7 @@ def is_deterministic() -> bool:
 
 
 PROGRAMS = "programs"
-"""In a fingerprint: the version of roxxel-dist that was the first to compute a step as this one does, to the bit."""
+"""A key of a fingerprint: the first version of roxxel-dist that computes a step as this one does, to the bit."""
 NEWEST_PROGRAMS = "roxxel-dist 0.2.0"
 """That of this version."""
 

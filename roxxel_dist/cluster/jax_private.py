@@ -1,4 +1,4 @@
-"""All private parts of jax that the package needs, in one place, to be checked with each new version of jax.
+"""The private parts of jax that the package needs, in one place, to be checked with each new version of jax.
 
 Last checked: jax 0.10.2 and 0.12.0.1. None of them has a public equivalent.
 """

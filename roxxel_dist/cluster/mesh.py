@@ -181,7 +181,7 @@ def num_devices(mesh: Mesh) -> int:
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Every leaf of `tree` whole on every device of the mesh."""
+    """Put every leaf of `tree` whole on every device of the mesh."""
     return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
@@ -195,7 +195,7 @@ def scalars_on(mesh: Mesh, numbers: Mapping[str, float]) -> dict[str, jax.Array]
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Every leaf cut along its first axis over the mesh's `row_axes`.
+    """Put a batch on a mesh, every leaf cut along its first axis over the mesh's `row_axes`.
 
     Raises:
         ValueError: the first axis is not a multiple of the devices.

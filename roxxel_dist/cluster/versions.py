@@ -14,7 +14,7 @@ from roxxel_dist.process.exit_codes import UserError
 Version = tuple[int, ...]
 
 OLDEST = {"jax": (0, 10), "flax": (0, 12, 8)}
-"""As in pyproject.toml. pip keeps to it, but only until another package is installed into the same environment."""
+"""The oldest versions, as in pyproject.toml. pip keeps to them until another package is installed."""
 FLAX_FOR_JAX: tuple[tuple[Version, Version, Version | None], ...] = (
     ((0, 11, 2), (0, 12, 10), None),
     ((0, 11, 1), (0, 12, 9), None),

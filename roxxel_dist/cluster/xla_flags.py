@@ -1,5 +1,5 @@
-"""Every flag and compiler option of XLA that this package sets. XLA ends a process that has a flag it does not know, so
-each is tried with each jaxlib: tests/cluster/test_xla_flags.py."""
+"""Flags and options of XLA that this package sets. XLA ends a process that has a flag it does not know, so each
+is tried with each jaxlib: tests/cluster/test_xla_flags.py."""
 
 import os
 import re
@@ -21,7 +21,7 @@ otherwise, with scratch memory for many arrays at once."""
 UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """No optimization of code that runs seldom or never: it takes half the compile time."""
 RUN_ONCE = UNOPTIMIZED | {"xla_cpu_parallel_codegen_split_count": 1}
-"""For a program of a CPU that runs a few times: it takes half of that again."""
+"""Options for a program of a CPU that runs a few times: it takes half of that again."""
 if number(version("jaxlib")) < (0, 11, 1):  # a later one has fusion emitters in any case
     RUN_ONCE |= {"xla_cpu_use_fusion_emitters": False}
 

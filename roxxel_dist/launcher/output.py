@@ -52,7 +52,7 @@ def printable(text: str, *, colours: bool = False) -> str:
     return f"{shown}\x1b[0m" if count and re.search(COLOUR, shown) and not shown.endswith("\x1b[0m") else shown
 
 
-def shortened(line: str) -> str:
+def shorten(line: str) -> str:
     """A line for a message, without colours: its beginning and its end, where it is long."""
     line = SEQUENCE.sub("", line)
     return line if len(line) <= QUOTED else f"{line[: QUOTED // 2]} … {line[-QUOTED // 2 :]}"
@@ -260,7 +260,7 @@ def clock(seconds: float) -> str:
 
 MAX_LINE_BYTES = 8 << 20
 TAIL_LINES = 200
-"""Of a rank: enough for a long traceback from its first line on."""
+"""Lines of a rank that are kept: enough for a long traceback from its first line on."""
 TAIL_COLUMNS = 2000
 
 
@@ -304,6 +304,17 @@ def _text(block: bytes) -> list[str]:
     return [line.rstrip("\r").rpartition("\r")[2] for line in lines] if b"\r" in block else lines
 
 
+HEADER = re.compile(rb"# [0-9-]{10} [0-9:]{8} (?:attempt [0-9]+, )?run ([^:]*): ")
+"""The beginning of a `header`."""
+
+
+def header(run_id: str, command: str, attempt: int | None = None) -> str:
+    """The line with which an attempt begins in the log of a rank, and a job in that of its launcher."""
+    of_rank = "" if attempt is None else f"attempt {attempt}, "
+    command = command.replace("\n", "\\n")
+    return f"# {time.strftime('%Y-%m-%d %H:%M:%S')} {of_rank}run {run_id}: {command}\n"
+
+
 class Logs:
     """One file a rank under `job.log_dir`, made with its first line, and the last lines of each in memory.
 
@@ -315,14 +326,14 @@ class Logs:
 
         self._log = log
         self._folder = Path(job.log_dir)
-        self._run = f"run {job.run_id}: " + shlex.join(masked_words(job.command)).replace("\n", "\\n")
+        self._run_id, self._command = job.run_id, shlex.join(masked_words(job.command))
         self._files: dict[int, TextIO] = {}
         self.begin(0)
 
     def begin(self, attempt: int) -> None:
         """Begin a new attempt: each file gets its header, and the lines before are not kept in memory."""
         self.close()
-        self._header = f"# {time.strftime('%Y-%m-%d %H:%M:%S')} attempt {attempt}, {self._run}\n"
+        self._header = header(self._run_id, self._command, attempt)
         self._tails = defaultdict[int, deque[str]](lambda: deque(maxlen=TAIL_LINES))
         self._broken = False
 

@@ -43,6 +43,8 @@ EXIT_PORT = 71
 """Rank 0 found the coordinator's port taken, which preflight had found free: started again, with another one."""
 EXIT_FILES = 74
 """A file that an earlier attempt of the job has used cannot be reached: a file system is away, so it is tried again."""
+EXIT_GIVEN_UP = 75
+"""Restarts were made, and came to nothing."""
 EXIT_LOST_RANK = 76
 """jax's coordinator, or what it says of another rank, is lost to this rank: started again."""
 EXIT_RUNTIME = 77

@@ -203,7 +203,7 @@ _hanging: list[str] = []
 
 
 def expect_a_hang(what: str) -> None:
-    """Something of this process hangs, so its end may too: limit that."""
+    """Note that something of this process hangs, so that its end may too: `limit_the_end` limits that."""
     _hanging.append(what)
 
 

@@ -21,7 +21,7 @@ def stat(pid: int) -> list[bytes]:
 
 
 def processes() -> Iterator[tuple[int, list[bytes]]]:
-    """Every process of this machine, with the fields of its stat, which can be read of a stuck process too."""
+    """The processes of this machine, with the fields of their stat, which can be read of a stuck process too."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(OSError):  # it ended meanwhile

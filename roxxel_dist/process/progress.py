@@ -33,7 +33,7 @@ class Record(NamedTuple):
     done: int = 0
     """The step it finished last."""
     time: float = 0.0
-    """When the record changed last, in seconds since 1970 by the clock of its host."""
+    """The time of its last change, in seconds since 1970 by the clock of its host."""
     phase: int = 0
     """The phase of the step, from 1; 0 where there are none."""
     activity: str = ""

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from commands import TERMINAL, on_terminal
+from cpu_quota import GROUPS
 
 from roxxel_dist.launcher.agent.ranks import HostRanks, Watch
 from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Outbox, encode
@@ -277,6 +279,49 @@ def test_an_agent_that_hears_nothing_more_ends_its_ranks(tmp_path: Path, alive: 
         assert b"it heard nothing from the launcher for 1 s\n" in agent.stderr.read()
         assert not alive(started["pid"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_agent_without_room_for_its_guard_leaves_no_folder(tmp_path: Path) -> None:
+    pids = GROUPS / "pids" if (GROUPS / "pids").exists() else GROUPS
+    group = pids / f"roxxel-test-{os.getpid()}"
+    if not os.access(pids, os.W_OK):
+        pytest.skip("a limit of processes needs the right to write into /sys/fs/cgroup")
+    group.mkdir()
+    with suppress(OSError):  # version 1 has no such file
+        (GROUPS / "cgroup.subtree_control").write_text("+pids")
+    (group / "pids.max").write_text("1")
+    try:
+        agent = f"exec {sys.executable} -m roxxel_dist.launcher.agent.agent"
+        words = ["sh", "-c", f"echo $$ > {group}/cgroup.procs; {agent}"]
+        start = {"type": "start", "command": ["true"], "ranks": [{"rank": 0, "env": {}}], "total": 1, NONCE: "ab"}
+        given = {"input": encode(start), "env": os.environ | {"TMPDIR": str(tmp_path)}, "capture_output": True}
+        told = subprocess.run(words, timeout=60, check=False, **given)
+    finally:
+        group.rmdir()
+    assert b"Resource temporarily unavailable" in told.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_only_host_of_a_job_that_was_suspended_within_its_lease_goes_on(tmp_path: Path, alive: Alive) -> None:
+    """Its agent did not run, so at its first look it has heard nothing for longer than 0.5 s."""
+    words = [sys.executable, "-m", "roxxel_dist.launcher.agent.agent", "0.5"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    lease = {"limit": 600.0, "hosts": 1, "index": 0, "token": "t", "address": "127.0.0.1"}
+    limits = {"report_s": 0.05, "orphan_s": 0.4, "slack_s": 600.0}  # the guard does not count such a time
+    start = {"type": "start", "command": ["sleep", "600"], "ranks": [{"rank": 0, "env": {}}], "total": 1}
+    with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes) as guard:
+        guard.stdin.write(encode({**start, "lease": lease, LIMITS: limits, NONCE: "ab"}))
+        guard.stdin.flush()
+        started = next(message for message in map(json.loads, guard.stdout) if message["type"] == "started")
+        (agent,) = psutil.Process(guard.pid).children()
+        agent.suspend()
+        time.sleep(0.6)
+        agent.resume()
+        told = [json.loads(guard.stdout.readline())["type"] for _ in range(30)]
+        assert told.count("progress") >= 20
+        assert alive(started["pid"])
+        guard.stdin.close()
+        guard.wait(60)
 
 
 def test_a_notice_to_the_host_between_two_attempts_is_told_within_the_next_one(tmp_path: Path) -> None:

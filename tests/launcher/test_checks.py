@@ -13,7 +13,7 @@ from roxxel_dist.launcher.preflight.checks import (
     MIN_FREE_BYTES,
     CheckResult,
     Requirements,
-    named,
+    fold,
     requirements_of,
     run_checks,
     size,
@@ -186,13 +186,13 @@ def test_text_is_read_by_rank_0_alone() -> None:
 
 def test_many_hosts_are_counted() -> None:
     hosts = [f"h{number}" for number in range(40)]
-    assert named(hosts[:9]) == ", ".join(hosts[:9])
-    assert named(hosts) == "h[0-39]"
-    assert named([f"h{number:03}" for number in (*range(1, 193), 200)]) == "h[001-192], h200"
-    assert named([f"n7.rack{number}.site" for number in range(8, 12)] * 4) == ", ".join(["n7.rack[8-11].site"] * 4)
-    assert named([f"h{number}" for number in range(0, 40, 2)]) == "h0, h2, h4, h6, h8, h10, h12, h14 and 12 more"
-    assert named([f"h{number} (10.0.0.{number})" for number in range(10)]).endswith("h7 (10.0.0.7) and 2 more")
-    assert named(["10.0.1.254", "10.0.1.255", *(f"10.0.2.{number}" for number in range(9))]) == (
+    assert fold(hosts[:9]) == ", ".join(hosts[:9])
+    assert fold(hosts) == "h[0-39]"
+    assert fold([f"h{number:03}" for number in (*range(1, 193), 200)]) == "h[001-192], h200"
+    assert fold([f"n7.rack{number}.site" for number in range(8, 12)] * 4) == ", ".join(["n7.rack[8-11].site"] * 4)
+    assert fold([f"h{number}" for number in range(0, 40, 2)]) == "h0, h2, h4, h6, h8, h10, h12, h14 and 12 more"
+    assert fold([f"h{number} (10.0.0.{number})" for number in range(10)]).endswith("h7 (10.0.0.7) and 2 more")
+    assert fold(["10.0.1.254", "10.0.1.255", *(f"10.0.2.{number}" for number in range(9))]) == (
         "10.0.1.[254-255], 10.0.2.[0-8]"
     )
 

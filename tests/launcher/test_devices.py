@@ -18,16 +18,9 @@ from tables import one_test
 from roxxel_dist.cli import main
 from roxxel_dist.launcher.backends.exec import ExecBackend
 from roxxel_dist.launcher.host.protocol import Message
-from roxxel_dist.launcher.preflight import devices as device_module
-from roxxel_dist.launcher.preflight.devices import (
-    DeviceChecks,
-    Measured,
-    forget_failures,
-    known_failures,
-    remember_failure,
-    slow_devices,
-    unlike,
-)
+from roxxel_dist.launcher.preflight import run as preflight
+from roxxel_dist.launcher.preflight.devices import Measured, slow_devices, unlike_hosts
+from roxxel_dist.launcher.preflight.run import DeviceChecks, forget_failures, known_failures, remember_failure
 
 pytestmark = pytest.mark.xdist_group("launch")
 PROGRAM = """
@@ -223,10 +216,10 @@ def test_a_host_that_looks_slow_is_measured_again_with_the_others(case: str) -> 
 def test_a_host_with_fewer_devices_or_none() -> None:
     cpu = Measured(kind=("cpu", "cpu", 1), times={})
     hosts = {"a": measured(1.0, 1.0), "b": measured(1.0), "c": cpu, "d": measured(1.0, 1.0)}
-    found = {result.hosts[0]: result.text for result in unlike(hosts, list(hosts))}
+    found = {result.hosts[0]: result.text for result in unlike_hosts(hosts, list(hosts))}
     assert found.keys() == {"b", "c"}
     assert found["c"] == "c: jax finds 1 devices (cpu) there, and 2 (H100) on most hosts"
-    assert not list(unlike({"a": cpu, "b": cpu}, ["a", "b"]))
+    assert not list(unlike_hosts({"a": cpu, "b": cpu}, ["a", "b"]))
 
 
 def test_a_day_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +230,9 @@ def test_a_day_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(known_failures(backend)) == ["a", "b/../c", "d"]
     forget_failures(backend, ["d"])
     now = time.time()
-    monkeypatch.setattr(device_module.time, "time", lambda: now + device_module.FAILURE_KEPT_S - 60)
+    monkeypatch.setattr(preflight.time, "time", lambda: now + preflight.FAILURE_KEPT_S - 60)
     assert known_failures(backend) == {"a": "a: slow", "b/../c": "b/../c: slow"}
-    monkeypatch.setattr(device_module.time, "time", lambda: now + device_module.FAILURE_KEPT_S + 60)
+    monkeypatch.setattr(preflight.time, "time", lambda: now + preflight.FAILURE_KEPT_S + 60)
     assert known_failures(backend) == {}
     for path in tmp_path.rglob("*.json"):
         path.write_text("{")

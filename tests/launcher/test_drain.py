@@ -16,7 +16,7 @@ import psutil
 import pytest
 from ranks import is_waiting_spare, write_namesakes
 
-from roxxel_dist.launcher.control.report import saved
+from roxxel_dist.launcher.control.supervisor import saved
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, is_drain
 from roxxel_dist.process import interrupt
 

@@ -8,9 +8,9 @@ from tables import one_test
 
 from roxxel_dist.launcher.job.placement import (
     assignments,
-    direct,
     masked,
     masked_words,
+    proxy_bypass,
     read_env_file,
     shell_line,
     suspects,
@@ -118,12 +118,12 @@ def test_a_line_for_a_shell() -> None:
     ],
 )
 def test_the_coordinator_is_reached_without_a_proxy(given: dict[str, str], direct_to: str | None) -> None:
-    found = direct({"ROXXEL_COORDINATOR": "10.0.0.1:4321", **given})
+    found = proxy_bypass({"ROXXEL_COORDINATOR": "10.0.0.1:4321", **given})
     assert found == ({} if direct_to is None else {"no_grpc_proxy": direct_to})
 
 
 def test_the_coordinator_with_an_ipv6_address_is_too() -> None:
-    assert direct({"ROXXEL_COORDINATOR": "[fd00::1]:4", "http_proxy": "p"}) == {"no_grpc_proxy": "fd00::1"}
+    assert proxy_bypass({"ROXXEL_COORDINATOR": "[fd00::1]:4", "http_proxy": "p"}) == {"no_grpc_proxy": "fd00::1"}
 
 
 def test_what_may_part_ranks_is_shown_without_secrets() -> None:

@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 from tables import one_test
 
-from roxxel_dist.launcher.policy.outcome import AttemptResult, RankExit
-from roxxel_dist.launcher.policy.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED, Cause, classify
+from roxxel_dist.launcher.policy.outcome import (
+    INFRASTRUCTURE,
+    PREEMPTED,
+    AttemptResult,
+    Cause,
+    RankExit,
+    classify,
+)
+from roxxel_dist.process.exit_codes import EXIT_GIVEN_UP
 from roxxel_dist.process.interrupt import BATCH_JOB, kills
 
 DOCS = Path(__file__).parents[2] / "docs"

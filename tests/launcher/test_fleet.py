@@ -13,7 +13,7 @@ from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.state import Fleet, State
 from roxxel_dist.launcher.fleet.step import fleet_of, step
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, Decision
+from roxxel_dist.launcher.policy.outcome import AttemptSummary, Cause, Decision
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 

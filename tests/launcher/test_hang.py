@@ -17,7 +17,7 @@ import pytest
 from tables import one_test
 
 from roxxel_dist.launcher.agent.ranks import ask_for_stack
-from roxxel_dist.launcher.control.report import environment_report, hang_report
+from roxxel_dist.launcher.control.supervisor import environment_report, hang_report
 from roxxel_dist.launcher.job.spec import Limits
 from roxxel_dist.launcher.policy.hang import LEAST_S, LIMITS_S, UNKNOWN_S, HangDetector, StepTimes
 from roxxel_dist.process.progress import ACTIVITIES, Record

@@ -14,7 +14,7 @@ import yaml
 from tables import one_test
 
 from roxxel_dist.cli import main
-from roxxel_dist.launcher.policy.restart import INFRASTRUCTURE, PREEMPTED
+from roxxel_dist.launcher.policy.outcome import INFRASTRUCTURE, PREEMPTED
 
 Plain = dict[str, Any]
 ROOT = Path(__file__).parents[2]

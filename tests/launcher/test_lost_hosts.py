@@ -23,8 +23,7 @@ from tables import one_test
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.job.placement import placements
 from roxxel_dist.launcher.job.spec import Limits
-from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, exit_code
-from roxxel_dist.launcher.policy.restart import Cause, classify
+from roxxel_dist.launcher.policy.outcome import AttemptResult, Cause, HostLost, RankExit, classify, exit_code
 
 Until = Callable[[Callable[[], Any], str], None]
 WAYS = pytest.mark.parametrize("way", ["ssh", "exec over ssh"])

@@ -18,7 +18,7 @@ from roxxel_dist.launcher.fleet.state import Change, Stays, Wanted, change_to, w
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.hang import Hang
-from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
+from roxxel_dist.launcher.policy.outcome import AttemptSummary, Cause, next_action
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.platforms import DeviceNeeds
 
@@ -86,7 +86,7 @@ def test_a_host_whose_stays_are_short_waits_before_it_joins_anew(events: str, jo
     now = float(events.rpartition(" ")[2][1:])
     assert stays.joins_at("b") == joins
     assert stays.held(now) == ({"b"} if joins > now else set())
-    assert stays.held(joins) == stays.forgiven().held(now) == set()
+    assert stays.held(joins) == stays.forget_short().held(now) == set()
     assert stays.joins_at("a") == 0.0
     for times in (99, 5000):
         longest = Stays(since={"b": now}, short={"b": times})

@@ -24,7 +24,7 @@ from roxxel_dist.launcher.control import inbox
 from roxxel_dist.launcher.fleet import driver, events, looks
 from roxxel_dist.launcher.fleet.driver import Driver
 from roxxel_dist.launcher.fleet.step import fleet_of
-from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec, Limits
 from roxxel_dist.launcher.output import Console
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.transport.pool import HostPool
@@ -271,9 +271,9 @@ def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, mo
 
 
 @contextmanager
-def looking(tmp_path: Path, *wanted: str) -> Iterator[Driver]:
+def looking(tmp_path: Path, *wanted: str, **limits: float) -> Iterator[Driver]:
     """A job that runs on host a, to which these others are to come."""
-    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path / "logs")
+    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path / "logs", limits=Limits(**limits))
     fleet = fleet_of(job, ["a"], now=0.0, given=["a", *wanted])
     with (
         Console(all_ranks=False) as screen,
@@ -315,6 +315,29 @@ def test_without_room_for_a_thread_a_job_goes_on_and_says_what_it_leaves_out(
     assert "no other host is looked at in this attempt: can't start new thread" in said
 
 
+def test_a_look_whose_client_does_not_start_holds_up_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    """The exec of a program on a file system that does not answer: its thread cannot be ended."""
+    begun, answers = threading.Event(), threading.Event()
+
+    def stuck(job: object, backend: object, hosts: Any, **more: Any) -> PreflightReport:
+        if "b" in hosts:
+            begun.set()
+            assert answers.wait(60)
+        return passes(job, backend, hosts)
+
+    monkeypatch.setattr(driver, "check_job_hosts", stuck)
+    with looking(tmp_path, "b", agent_end_s=0.05) as one:
+        one.tick()
+        assert begun.wait(60)
+    assert "a look at other hosts does not end" in one._notes[-1]
+    with one.attempt():
+        answers.set()
+        until(lambda: sum(thread.name == "fleet" for thread in threading.enumerate()) == 1, "the end of the first one")
+        assert one.happened.empty()
+
+
 def test_a_mistake_with_hosts_that_wait_is_said_and_others_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], until: Until
 ) -> None:
@@ -324,12 +347,14 @@ def test_a_mistake_with_hosts_that_wait_is_said_and_others_are_looked_at(
         tended.append(looking)
         raise KeyError("machine")
 
-    monkeypatch.setattr(Driver, "_tend", fails)
+    monkeypatch.setattr(driver.LookThread, "_tend", fails)
     monkeypatch.setattr(driver, "TEND_S", 0.01)
     monkeypatch.setattr(driver, "check_job_hosts", passes)
     with looking(tmp_path) as one:
-        one._waiting.connect("c")
-        one._work.put(
+        thread = one._thread
+        assert thread is not None
+        thread._waiting.connect("c")
+        thread.work.put(
             events.Warm(plan=one.fleet.assignment_of("a"), report=one.fleet.report, candidates=())
         )  # it wakes the thread
         until(lambda: one.tick() or len(tended) >= 3, "three looks at the agents")

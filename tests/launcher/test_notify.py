@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.notify import Notifier
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.job.spec import JobSpec, Limits
 from roxxel_dist.process.exit_codes import UserError
 
@@ -42,7 +42,7 @@ from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job.spec import Limits
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.notify import Notifier
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.job.spec import Limits
 from roxxel_dist.launcher.job.spec import JobSpec
 limits = Limits(notify_s=float(sys.argv[1]), notify_end_s=float(sys.argv[2]))

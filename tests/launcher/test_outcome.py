@@ -7,7 +7,7 @@ from typing import Any
 
 from tables import one_test
 
-from roxxel_dist.launcher.control.report import failure_report, first_words, last_words, late_report
+from roxxel_dist.launcher.control.supervisor import failure_report, first_words, last_words, late_report
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, exit_code, first_failure, how
 
 LOST = HostLost(host="h", code=137, text="the agent is gone")

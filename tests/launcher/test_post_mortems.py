@@ -16,7 +16,7 @@ import pytest
 
 from roxxel_dist.launcher.fleet.simulation import LLAMA_3, Happening, Kind, Simulation, Work
 from roxxel_dist.launcher.job.spec import JobSpec, Limits
-from roxxel_dist.launcher.policy.restart import BACKOFF_MOST_S
+from roxxel_dist.launcher.policy.outcome import BACKOFF_MOST_S
 
 DAY_S, HOUR_S = 86_400.0, 3600.0
 SEEN_S = 600.0

@@ -24,6 +24,7 @@ from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.spec import JobSpec, Limits, log_dir_for
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
+from roxxel_dist.launcher.transport import questions as questions_module
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import HostQuestions, Interrupted
 
@@ -199,6 +200,23 @@ def test_a_silent_host_has_a_limit() -> None:
         assert set(answers) == {"a"}
         assert "did not answer within 0.5 s" in questions.unreachable["b"]
         assert set(questions.ask({host: {"ask": "nothing"} for host in hosts})) == {"a"}  # it is not waited for again
+
+
+def test_clients_that_linger_are_waited_for_beside_the_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, a hundred of them would hold up a start for minutes: here c is asked meanwhile."""
+    monkeypatch.setattr(questions_module, "AT_ONCE", 2)
+    monkeypatch.setattr(questions_module, "PROBE_END_S", 20.0)
+    here = tmp_path / "c is asked"
+    lingers = ["sh", "-c", f"exec >&-; until [ -e '{here}' ]; do sleep 0.02; done; exit 7"]
+    asked = ["sh", "-c", f"touch '{here}'; exec {sys.executable} -m roxxel_dist.launcher.agent.agent"]
+    hosts = {"a": {"argv": lingers}, "b": {}, "c": {"argv": asked}}
+    with HostPool(Children(hosts)) as pool:
+        questions = HostQuestions(pool)
+        answers = questions.ask({host: {"ask": "nothing"} for host in hosts})
+    assert set(answers) == {"b", "c"}
+    assert "(code 7)" in questions.unreachable["a"]
 
 
 def test_what_fails_in_a_heartbeat_ends_no_heartbeat(

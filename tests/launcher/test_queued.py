@@ -14,8 +14,7 @@ from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import jobs as queued
 from roxxel_dist.launcher.control import record
-from roxxel_dist.launcher.control.record import JobRecord
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecord, JobRecorder
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.process.exit_codes import UserError
 

@@ -18,8 +18,7 @@ from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import index, record
 from roxxel_dist.launcher.control.index import find
-from roxxel_dist.launcher.control.record import JobRecord
-from roxxel_dist.launcher.control.recorder import WRITE_S, JobRecorder
+from roxxel_dist.launcher.control.record import WRITE_S, JobRecord, JobRecorder
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.process import file_lock
 from roxxel_dist.process.exit_codes import UserError
@@ -112,7 +111,7 @@ import sys, time
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 job = JobSpec(run_id="a", command=("true",), nprocs=1, log_dir=Path("logs"))
 with JobRecorder(job, LocalBackend()) as register:
     register.update(state="running")

@@ -16,10 +16,12 @@ import pytest
 from tables import one_test
 
 from roxxel_dist.launcher.policy.hang import Hang
-from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit
-from roxxel_dist.launcher.policy.restart import (
+from roxxel_dist.launcher.policy.outcome import (
+    AttemptResult,
     AttemptSummary,
     Cause,
+    HostLost,
+    RankExit,
     classify,
     has_come_to_nothing,
     next_action,

@@ -16,7 +16,7 @@ from roxxel_dist.launcher.fleet.state import State
 from roxxel_dist.launcher.fleet.step import fleet_of
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output import Console
-from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause
+from roxxel_dist.launcher.policy.outcome import AttemptSummary, Cause
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.transport.pool import HostPool

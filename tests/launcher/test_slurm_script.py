@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -25,7 +24,7 @@ from roxxel_dist.launcher.backends.slurm.backend import (
     step_environment,
 )
 from roxxel_dist.launcher.backends.slurm.launch import Options, hide_secrets, script
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.control.supervisor import JobResult
 from roxxel_dist.launcher.job.spec import JobSpec
 
@@ -268,7 +267,8 @@ def test_requeues_are_counted_since_the_job_came_to_a_new_step(tmp_path: Path) -
     def start(step: int, seconds: float = 0.0, *, counts: bool = True, slurm_job: str = "7") -> int:
         """Requeues in a row before the end of a start that came to a step."""
         with JobRecorder(job, LocalBackend(), slurm_job=slurm_job) as recorder:
-            recorder.entry = replace(recorder.entry, begun=time.time() - seconds)
+            recorder.entry = replace(recorder.entry, begun=0.0)  # the clock of this machine was set meanwhile
+            recorder._began -= seconds
             recorder.update(state="running", step=step)
             before = recorder.requeues(counts=counts)
             recorder.update(requeues=before + 1)

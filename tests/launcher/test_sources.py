@@ -17,8 +17,15 @@ from hosts import ROOT, Cluster
 from ranks import is_waiting_spare
 
 from roxxel_dist.launcher.host import sources
-from roxxel_dist.launcher.policy.outcome import AttemptResult, CodeDiffers, RankExit, exit_code
-from roxxel_dist.launcher.policy.restart import Cause, next_action, summary
+from roxxel_dist.launcher.policy.outcome import (
+    AttemptResult,
+    Cause,
+    CodeDiffers,
+    RankExit,
+    exit_code,
+    next_action,
+    summary,
+)
 from roxxel_dist.process.exit_codes import PIPE_ENV
 from roxxel_dist.process.progress import MESSAGE_BYTES, AgentPipe
 

@@ -58,9 +58,9 @@ def test_an_agent_gets_them_with_its_first_order() -> None:
     """And one of another version those that it knows."""
     limits = Limits().scaled(0.2)
     words = json.loads(json.dumps(dataclasses.asdict(limits)))
-    assert Limits.received(words) == limits
-    assert Limits.received({"silent_s": 3, "of_a_later_version_s": 1.0}) == Limits(silent_s=3.0)
-    assert Limits.received({}) == Limits()
+    assert Limits.from_message(words) == limits
+    assert Limits.from_message({"silent_s": 3, "of_a_later_version_s": 1.0}) == Limits(silent_s=3.0)
+    assert Limits.from_message({}) == Limits()
 
 
 def test_the_table_has_their_values() -> None:

@@ -16,7 +16,7 @@ from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.host import probe
 from roxxel_dist.launcher.host.probe import tpu_lock
 from roxxel_dist.launcher.host.worker import is_tpu_in_use
-from roxxel_dist.launcher.preflight.checks import CheckResult, Requirements, tpu_locks
+from roxxel_dist.launcher.preflight.checks import CheckResult, Requirements, tpu_lock_findings
 from roxxel_dist.launcher.preflight.run import check_hosts
 
 # As libtpu does it.
@@ -43,7 +43,7 @@ def judged(
     path: Path, wanted: Requirements | None = None, platforms: str | None = None, tpus: int = 4
 ) -> list[CheckResult]:
     info = {"tpu_lock": tpu_lock(path), "platforms": platforms, "tpus": tpus}
-    return list(tpu_locks(wanted or Requirements(), {"h": info}))
+    return list(tpu_lock_findings(wanted or Requirements(), {"h": info}))
 
 
 def test_no_lock_is_no_matter(tmp_path: Path) -> None:

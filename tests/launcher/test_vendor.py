@@ -252,7 +252,7 @@ def test_gpus_that_jax_does_not_use_are_named(tmp_path: Path, monkeypatch: pytes
         env = {"PATH": str(tmp_path), "JAX_PLATFORMS": platforms}
         found = collected(tmp_path, "exit 1", env=env, lists=True)["devices"]
         assert found.get("unused") == unused
-        texts = [one.text for one in devices._unused("a", found)]
+        texts = [one.text for one in devices.findings_of("a", {"devices": found})]
         assert bool(texts) == bool(unused)
         assert all("a: it has 1 GPUs, and jax uses the CPU: " in text and "[cuda12]" in text for text in texts)
 

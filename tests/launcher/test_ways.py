@@ -1,4 +1,4 @@
-"""The files that a start, four failures, a restart and a join cross, as the launcher's README lists them."""
+"""The files that two starts, four failures, a restart and a join cross, as the launcher's README lists them."""
 
 import json
 import os
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hosts import ROOT
+from slurm_desk import Desk
 
 import roxxel_dist
 from roxxel_dist.launcher.control.inbox import mailbox
@@ -26,7 +28,7 @@ WATCHED = """
 import inspect, os, runpy, sys, threading, time
 PACKAGE, FOLDER = os.environ["WATCH_PACKAGE"] + "/", os.environ["WATCH_FOLDER"]
 OFTEN = {  # what goes on each half second anyway, with all that it calls
-    ("control/recorder.py", "note_progress"),
+    ("control/record.py", "note_progress"),
     ("transport/pool.py", "_beat"),
     ("control/attempt.py", "_check_for_a_hang"),
     ("control/attempt.py", "_on_progress"),
@@ -41,6 +43,8 @@ def note(frame, event, _):
     code = frame.f_code
     if not code.co_filename.startswith(PACKAGE) or not code.co_flags & inspect.CO_OPTIMIZED:
         return  # of another package, or the import of a module
+    if code.co_name.startswith("<") and not frame.f_back.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return  # a part of an import
     call = code.co_filename.removeprefix(PACKAGE).removeprefix("launcher/"), code.co_name
     if event == "call" and call in OFTEN:
         local.inside = inside = inside + 1
@@ -80,6 +84,16 @@ code = run(spec, backend)
 sys.setprofile(None)
 threading.setprofile(None)
 sys.exit(code)
+"""
+
+# In a SLURM job: in what is typed on the login node, in the launcher of the job, and in its agents.
+SITE = """
+import sys
+if {"launch", "roxxel_dist.launcher.agent.agent"} & {*sys.orig_argv}:
+    import threading
+    from watched import note
+    sys.setprofile(note)
+    threading.setprofile(note)
 """
 
 RANK = """
@@ -126,22 +140,30 @@ class Job:
 
     def ready(self, attempt: int, ranks: int) -> list[tuple[float, int]]:
         """When each rank of an attempt was at its steps, which is waited for, and its process."""
-        end = time.monotonic() + 60
-        while len(ready := sorted(self.folder.glob(f"ready.{attempt}.*"))) < ranks:
-            assert time.monotonic() < end, "the ranks did not start"
-            time.sleep(0.05)
-        return [(float(when), int(pid)) for when, pid in (file.read_text().split() for file in ready)]
+        return wait_for_ranks(self.folder, attempt, ranks)
 
     def calls(self) -> tuple[list[Call], list[Call]]:
         """Those of the controller, and those of agents and keepers; in order."""
-        here: list[Call] = []
-        there: list[Call] = []
-        for file in (self.folder / "calls").iterdir():
-            into = here if file.name == str(self.process.pid) else there
-            for line in file.read_text().splitlines():
-                when, *words = line.split(" ")
-                into.append(Call(float(when), *words))
-        return sorted(here, key=lambda call: call.time), sorted(there, key=lambda call: call.time)
+        of_process = calls_in(self.folder / "calls")
+        here = of_process.pop(str(self.process.pid))
+        return here, sorted((call for calls in of_process.values() for call in calls), key=lambda call: call.time)
+
+
+def wait_for_ranks(folder: Path, attempt: int, ranks: int) -> list[tuple[float, int]]:
+    end = time.monotonic() + 60
+    while len(ready := sorted(folder.glob(f"ready.{attempt}.*"))) < ranks:
+        assert time.monotonic() < end, "the ranks did not start"
+        time.sleep(0.05)
+    return [(float(when), int(pid)) for when, pid in (file.read_text().split() for file in ready)]
+
+
+def calls_in(folder: Path) -> dict[str, list[Call]]:
+    """The calls of each process, in order."""
+    found: dict[str, list[Call]] = {}
+    for file in folder.iterdir():
+        lines = (line.split(" ") for line in file.read_text().splitlines())
+        found[file.name] = [Call(float(when), *words) for when, *words in lines]
+    return found
 
 
 @pytest.fixture
@@ -187,7 +209,7 @@ def table() -> dict[str, dict[str, int]]:
     """The README's table: of each way its files, with their places in order."""
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in README.read_text().split("## Seven ways\n")[1].split("\n## ")[0].splitlines()
+        for line in README.read_text().split("## Eight ways\n")[1].split("\n## ")[0].splitlines()
         if line.startswith("|")
     ]
     ways: dict[str, dict[str, int]] = {name: {} for name in head[1:-1]}
@@ -241,7 +263,7 @@ def test_a_failure_crosses_these_files(way: str, more: dict[str, float], code: i
     crossed = sorted([call for call in here + there if begun <= call.time <= decided], key=lambda call: call.time)
     after = [call for call in here if decided < call.time <= over]
     assert set(files(*crossed)) == set(table()[way]), "\n".join(files(*crossed))
-    assert {"control/report.py", "output.py"} < set(files(*after)) <= set(table()["report"])
+    assert {"control/supervisor.py", "output.py"} < set(files(*after)) <= set(table()["report"])
 
 
 def test_the_files_of_a_start(start: Callable[..., Job]) -> None:
@@ -251,6 +273,26 @@ def test_the_files_of_a_start(start: Callable[..., Job]) -> None:
     here, there = job.calls()
     crossed = sorted([call for call in here + there if call.time <= job.started], key=lambda call: call.time)
     assert set(files(*crossed)) == set(table()["start"]), "\n".join(files(*crossed))
+
+
+def test_the_files_of_a_start_by_slurm(desk: Callable[[], Desk], tmp_path: Path) -> None:
+    """From `launch slurm` on the login node, which submits the job, until every rank is in its program."""
+    here, watch = desk(), tmp_path / "watch"
+    (watch / "calls").mkdir(parents=True)
+    (watch / "watched.py").write_text(WATCHED)
+    (watch / "sitecustomize.py").write_text(SITE)
+    (here.folder / "rank.py").write_text(RANK)
+    env = {"PYTHONPATH": f"{watch}:{ROOT}", "WATCH_PACKAGE": str(PACKAGE), "WATCH_FOLDER": str(watch / "calls")}
+    here.launch("--nodes", 2, "--", "env", sys.executable, "rank.py", WATCH_ALL="0", **env)
+    started = max(when for when, _ in wait_for_ranks(here.folder, 0, 2))
+    made = sorted((call for calls in calls_in(watch / "calls").values() for call in calls), key=lambda call: call.time)
+    crossed = [file for file in files(*(call for call in made if call.time <= started)) if is_counted(file)]
+    assert set(crossed) == set(table()["SLURM"]), "\n".join(crossed)
+
+
+def is_counted(file: str) -> bool:
+    """Whether a file is the launcher's, or of `process/`: `cli/` reads the words of all commands."""
+    return file.startswith("process/") or (PACKAGE / "launcher" / file).exists()
 
 
 def crossed(job: Job, begun: float, until: float) -> set[str]:

@@ -15,7 +15,7 @@ from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.simulation import SHARES, Happening, Kind, Outcome, Simulation, Work, failures
 from roxxel_dist.launcher.fleet.state import AWAY, State
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.policy.restart import Cause
+from roxxel_dist.launcher.policy.outcome import Cause
 
 DAY_S = 86_400.0
 CALM_S = 3 * DAY_S

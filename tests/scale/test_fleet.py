@@ -12,7 +12,7 @@ from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.step import fleet_of, step
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
+from roxxel_dist.launcher.policy.outcome import AttemptSummary, Cause, next_action
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
 SIZES = [(200, 1600), pytest.param((1000, 8000), marks=pytest.mark.long)]

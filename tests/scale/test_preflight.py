@@ -10,7 +10,7 @@ from pretended import LINEAR, cpu_of, exponent
 
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.preflight import checks, network
-from roxxel_dist.launcher.preflight.checks import CheckResult, Requirements, once
+from roxxel_dist.launcher.preflight.checks import CheckResult, Requirements, merge_alike
 from roxxel_dist.launcher.preflight.devices import Measured, slow_devices
 from roxxel_dist.launcher.preflight.network import ALL_PAIRS, Endpoint
 from roxxel_dist.launcher.preflight.run import PreflightReport
@@ -182,9 +182,11 @@ def test_a_cause_that_many_hosts_have_is_told_once_and_kept_for_each() -> None:
     results = [
         CheckResult("error", "disk", (f"h{n:03}",), f"h{n:03}: /r has 0.{n} MiB free; make room") for n in range(1, 193)
     ]
-    ((level, check, text),) = once(results)
+    ((level, check, text),) = merge_alike(results)
     assert (level, check) == ("error", "disk")
     assert text == "h001: /r has 0.1 MiB free; make room; the same on h[002-192]"
-    assert [text for _, _, text in once(results[:3])] == [result.text for result in results[:3]]
+    assert [text for _, _, text in merge_alike(results[:3])] == [result.text for result in results[:3]]
     assert PreflightReport(findings=results).blamed() == {f"h{n:03}" for n in range(1, 193)}
-    assert not re.search("the same", once([*results[:3], CheckResult("error", "port", ("h001",), "h001: no")])[-1][2])
+    assert not re.search(
+        "the same", merge_alike([*results[:3], CheckResult("error", "port", ("h001",), "h001: no")])[-1][2]
+    )

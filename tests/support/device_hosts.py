@@ -18,8 +18,7 @@ from cpu_quota import group
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.preflight.checks import Requirements
-from roxxel_dist.launcher.preflight.devices import DeviceChecks
-from roxxel_dist.launcher.preflight.run import PreflightReport, check_hosts
+from roxxel_dist.launcher.preflight.run import DeviceChecks, PreflightReport, check_hosts
 
 SITE = """
 import os, sys, threading

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from roxxel_dist.launcher.control.attempt import Attempt
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.host.protocol import Message, encode
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import placements

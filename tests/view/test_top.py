@@ -24,7 +24,7 @@ import roxxel_dist
 from roxxel_dist.cli import main
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.process.file_lock import hold_folder
 from roxxel_dist.sweep.study.journal import Journal

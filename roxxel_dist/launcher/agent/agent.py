@@ -128,7 +128,7 @@ class HostLease:
 ORDERS = 0  # stdin
 SILENCE = "it heard nothing from the launcher for {:g} s"
 FULL = 1 << 20
-"""With more bytes than this waiting for the controller, output stays in the pipes: ranks wait, memory does not grow."""
+"""The most bytes that wait for the controller; beyond, output stays in the pipes: ranks wait, memory does not grow."""
 
 
 def clock() -> float:
@@ -194,10 +194,12 @@ class Agent:
 
     def _end_where_lost(self) -> None:
         """End if nothing was received for too long: a link that is cut, a controller or a machine that stood still."""
-        limit = self._heartbeat_timeout_s
-        if self._lease is not None and self._lease.holds:
-            limit = max(limit, self._lease.limit_s)
-        if clock() - self._last_received > limit:
+        limit, silent_s = self._heartbeat_timeout_s, clock() - self._last_received
+        if self._lease is not None:
+            if silent_s > limit:  # the machine may have been suspended since the last look
+                self._lease.check(silent_s, clock())
+            limit = max(limit, self._lease.limit_s) if self._lease.holds else limit
+        if silent_s > limit:
             self._ended = True
             self.why = SILENCE.format(limit)
 
@@ -352,7 +354,7 @@ def main() -> None:
         sys.exit(SILENCE.format(heartbeat_timeout_s))
     orders = inbox.read(0)
     nonce = orders[0].get(NONCE, "") if orders else ""
-    limits = Limits.received(orders[0].get(LIMITS, {})) if orders else Limits()
+    limits = Limits.from_message(orders[0].get(LIMITS, {})) if orders else Limits()
     if orders and "ask" in orders[0]:
         from roxxel_dist.launcher.host.probe import answer_all  # only ranks on other hosts need it
 
@@ -364,8 +366,8 @@ def main() -> None:
     memory = new_memory() if key is not None else None
     folders = [str(folder), *([] if memory is None else [memory])]
     limit_s = heartbeat_timeout_s + limits.slack_s
-    heartbeat = go_on_under_guard(folders, limits.guard_kill_s, limit_s, channel, mark(nonce))
-    try:
+    try:  # no process may be left for a guard
+        heartbeat = go_on_under_guard(folders, limits.guard_kill_s, limit_s, channel, mark(nonce))
         if memory is not None and key is not None:  # only now that the guard would remove it
             memory = make_memory(memory, key)
         agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s, asked, nonce, limits)

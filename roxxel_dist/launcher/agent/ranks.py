@@ -17,7 +17,7 @@ from pathlib import Path
 
 from roxxel_dist.launcher.agent.spares import Rank, RankCommand, Spare, Spares, last_words, start_rank, why_not_started
 from roxxel_dist.launcher.host.protocol import Message, Outbox
-from roxxel_dist.launcher.job.placement import PROXIES, direct, misleads, suspects
+from roxxel_dist.launcher.job.placement import PROXIES, is_of_agent, proxy_bypass, suspects
 from roxxel_dist.launcher.job.spec import CONTRACT, Limits
 from roxxel_dist.process import progress
 from roxxel_dist.process.exit_codes import EXIT_USAGE, MEMORY_ENV, OK_CODES, STACK_SIGNAL
@@ -211,9 +211,9 @@ class HostRanks:
         self._draining = self._killed = self._done = False
 
     def _programs_of(self, order: Message) -> dict[int, RankCommand]:
-        base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
+        base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not is_of_agent(name)}
         envs = {placed["rank"]: {**base, **placed["env"], **self._own} for placed in order["ranks"]}
-        return {rank: RankCommand(order["command"], {**env, **direct(env)}) for rank, env in envs.items()}
+        return {rank: RankCommand(order["command"], {**env, **proxy_bypass(env)}) for rank, env in envs.items()}
 
     def _note_environment(self) -> None:
         env = next((program.env for program in self._programs.values()), {})

@@ -136,7 +136,7 @@ SIZE_BYTES = 256 << 20
 STEPS = 3
 """Steps of every rank in an attempt before spares are started: the start itself needs the cores."""
 QUIET_S = 60.0
-"""If a program does not report its steps, spares are started so long after its last output."""
+"""Seconds from the last output of a program that does not report its steps to the start of spares."""
 THREADS = "PJRT_NPROC"
 """Read when jax makes its devices, long after the imports: it follows the number of ranks, which may change."""
 
@@ -173,7 +173,7 @@ def start_spare(
 
 
 def choose(spares: Sequence[Spare], number: int, program: RankCommand) -> Spare | None:
-    """One that can be this rank, that of its own number first."""
+    """Choose a spare that can be this rank, that of its own number first."""
 
     def imported(program: RankCommand) -> tuple[Sequence[str], dict[str, str]]:
         env = {name: value for name, value in program.env.items() if name not in (*CONTRACT, THREADS)}

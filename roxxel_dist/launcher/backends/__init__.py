@@ -1,4 +1,4 @@
-"""Where ranks can run, a file or a folder each, and a line in BACKENDS.
+"""Backends: places where ranks can run, a file or a folder each, and a line in BACKENDS.
 
 The module of a line has a class `Options`, a subclass of `BackendOptions` (`control/new_job.py`) where it starts ranks
 from here, else of `Options` (`job/backend.py`): its fields are the flags of `roxxel-dist launch NAME`.

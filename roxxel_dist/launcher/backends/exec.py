@@ -27,7 +27,7 @@ from roxxel_dist.process.exit_codes import UserError
 PLACE, TEXT = "{host}", "{command}"
 NOT_WORDS = "its words came through a shell"
 CHECK = f'[ "$0" = words ] || {{ echo {NOT_WORDS} >&2; exit 64; }}'
-"""Before the program, where words are put behind the command: a shell that reads them again has another name."""
+"""A check before the program, where words follow the command: a shell that reads them again has another name."""
 JOINS = re.compile(r"ssh|mosh|rsh|sshpass|gcloud")
 """Programs that are known to hand their words to a shell."""
 ALL_WORKERS = re.compile(r"-{2}worker[= ]all\b")
@@ -111,7 +111,7 @@ class ExecBackend(NamedBackend):
         return start_near(self.argv(host, module, *words))
 
     def is_broken_link(self, code: int) -> bool:
-        """Always: a client that was killed may have the code of a program that was."""
+        """True of every end: a client that was killed may have the code of a program that was."""
         return True
 
     def is_refusal(self, stderr: Sequence[str]) -> bool:

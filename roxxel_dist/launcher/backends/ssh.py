@@ -24,7 +24,7 @@ from roxxel_dist.process.exit_codes import UserError
 
 HOST = re.compile(r"[A-Za-z0-9_.@:\[\]%][A-Za-z0-9_.@:\[\]%-]*")
 NAME = re.compile(rf"{HOST.pattern}(/{HOST.pattern})*")
-"""Of a host that a command reaches: `kubectl get pods -o name` prints pod/x."""
+"""The name of a host that a command reaches: `kubectl get pods -o name` prints pod/x."""
 
 
 def check_hosts(hosts: Sequence[str], *, by_ssh: bool = True) -> tuple[str, ...]:

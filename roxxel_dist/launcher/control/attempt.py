@@ -7,27 +7,18 @@ It runs in the launcher's own process, in one thread: it waits for messages of a
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from roxxel_dist.launcher.control.members import MemberHangs
-from roxxel_dist.launcher.control.record import RankProcess
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder, RankProcess
 from roxxel_dist.launcher.fleet.driver import Driver
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.placement import Placement
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output import Console, Logs
 from roxxel_dist.launcher.policy.hang import Hang, HangDetector, StepTimes
-from roxxel_dist.launcher.policy.outcome import (
-    AttemptResult,
-    CodeDiffers,
-    HostLost,
-    Imported,
-    LateRank,
-    RankExit,
-    is_drain,
-)
+from roxxel_dist.launcher.policy.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
 from roxxel_dist.launcher.transport.connection import HostConnection
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.process.exit_codes import EXIT_USAGE, OK_CODES
@@ -36,10 +27,10 @@ from roxxel_dist.process.progress import Record
 
 AFTER_DUMP_S = 0.1
 STACK = "most recent call first"
-"""In the first line of the stack of a thread, as faulthandler writes it."""
+"""Words in the first line of the stack of a thread, as faulthandler writes it."""
 CHECK_S = 0.25
 END_S = 5.0
-"""Of the time that a system leaves a host: for the ends of launcher and agents."""
+"""Seconds, of the time that a system leaves a host, for the ends of launcher and agents."""
 START_S = 600.0
 """Ranks of a program that reports no steps are taken for started then."""
 
@@ -53,7 +44,7 @@ class StackDump:
     until: float
     hosts_left: int
     least: float = 0.0
-    """Not to be ended earlier, although all have answered."""
+    """The earliest end of the wait, although all have answered."""
     stacks: dict[int, list[str]] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     listening: set[int] = field(default_factory=set)
@@ -112,9 +103,9 @@ class Attempt:
     signals: SignalPipe
     recorder: JobRecorder
     key: str = field(repr=False)
-    """Of the job's folders in memory; a secret."""
+    """The key of the job's folders in memory; a secret."""
     address: str
-    """Of the first host, as the others reach it."""
+    """The address of the first host, as the others reach it."""
     spares: str
     """Whether hosts keep warm spares: on, off, auto."""
     fleet: Driver | None = None
@@ -132,7 +123,7 @@ class Attempt:
     _dump: StackDump | None = None
     _running: dict[int, RunningRank] = field(default_factory=dict)
     members: MemberHangs | None = None
-    """Where other hosts have launchers of their own."""
+    """The hangs of other hosts, where these have launchers of their own."""
     _silent_since: float | None = None
     """Since when no host has sent anything; None while any does."""
     _looked: float = 0.0
@@ -144,7 +135,7 @@ class Attempt:
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and return what happened."""
         self._result = AttemptResult(exits=self._exits, hosts=len(placed))
-        self._code: dict[str, Imported] = {}
+        self._code: dict[str, tuple[str, int, str, str]] = {}  # checksum, rank, host, path of each module
         self._begun = time.monotonic()
         self._detector = HangDetector(self.job.step_timeout, self.times, still_s=self.job.limits.still_s)
         self._result.lost = self.pool.start(self.job, placed, self.key, self.spares, self.address)
@@ -157,7 +148,7 @@ class Attempt:
                 clocks.append(self._deadline)
             for host, event in self.pool.events(max(0.0, min(clocks) - time.monotonic())):
                 self._on_event(host, event)
-            for number in self.signals.take():
+            for number in self.signals.take() if self.pool.woken else ():
                 self._on_signal(number)
             self._on_clock(time.monotonic())
         return self._result
@@ -229,25 +220,22 @@ class Attempt:
     def _on_code(self, host: HostConnection, files: Sequence[tuple[int, str, str, str]]) -> None:
         """End a start in which ranks run different sources; later it would cost more than it is worth."""
         for rank, name, path, checksum in files:
-            source = Imported(checksum, rank, host.host, path)
-            first = self._code.setdefault(name, source)
-            if first.checksum == checksum or self._is_ending():
+            first = self._code.setdefault(name, (checksum, rank, host.host, path))
+            if first[0] == checksum or self._is_ending():
                 continue
-            differs = source.difference(first)
+            there = f"rank {first[1]} on host {first[2]}" + f" ({first[3]})" * (first[3] != path)
+            text = f"rank {rank} on host {host.host} runs another {path} than {there}"
             if self._is_starting:
-                self._refuse(differs)
+                text += "; all ranks must run the same code: let a change of it end, or bring it to all hosts"
+                self._result.differs = CodeDiffers(rank=rank, host=host.host, text=text)
+                self.pool.kill()
             else:
-                self.console.info(f"warning: {differs.text}: it was changed while the job ran")
+                self.console.info(f"warning: {text}: it was changed while the job ran")
 
     @property
     def _is_starting(self) -> bool:
         """Whether ranks may still be kept from going on: none has entered a step."""
         return not self._result.reached and time.monotonic() - self._begun <= START_S
-
-    def _refuse(self, differs: CodeDiffers) -> None:
-        fix = "all ranks must run the same code: let a change of it end, or bring it to all hosts"
-        self._result.differs = replace(differs, text=f"{differs.text}; {fix}")
-        self.pool.kill()
 
     def _on_exit(self, end: RankExit) -> None:
         result = self._result

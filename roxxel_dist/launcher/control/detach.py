@@ -9,13 +9,11 @@ import signal
 import sys
 from pathlib import Path
 
-from roxxel_dist.launcher.control.jobs import header
-from roxxel_dist.launcher.control.record import JobRecord
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecord, JobRecorder
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output import info
+from roxxel_dist.launcher.output import header, info
 from roxxel_dist.process.exit_codes import EXIT_FAILED
 
 
@@ -73,7 +71,7 @@ def _control(job: JobSpec, backend: Backend, sender: int) -> int:
         """Send all later output to the log, and answer. Raises OSError: then the job must not go on."""
         Path(entry.log_dir).mkdir(parents=True, exist_ok=True)
         with entry.launcher_log.open("ab", buffering=0) as log:
-            log.write(header(entry).encode(errors="backslashreplace"))
+            log.write(header(entry.run_id, entry.command).encode(errors="backslashreplace"))
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
                 os.dup2(log.fileno(), stream.fileno())

@@ -141,7 +141,7 @@ class Request:
     """Hosts that shall join a job, or leave it."""
 
     name: str
-    """In the mailbox."""
+    """Its name in the mailbox."""
     joins: bool
     """Join; or else leave."""
     hosts: tuple[str, ...]
@@ -160,7 +160,7 @@ def requests_in(box: Mailbox) -> Iterator[Request]:
 
 
 FILE_S, COMMAND_S = 1.0, 5.0
-"""Between two looks at a list: a file, a command."""
+"""Seconds between two looks at a list: a file, a command."""
 AGAIN_S = 0.5
 """A list that has changed is read again so much later: it holds when it is the same then."""
 END_S = 2.0

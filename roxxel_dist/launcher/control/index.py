@@ -1,7 +1,6 @@
 """This user's index of jobs: one link to the record of each run directory, in `$XDG_STATE_HOME/roxxel-dist/jobs`."""
 
 import contextlib
-import hashlib
 import os
 import shlex
 import threading
@@ -17,7 +16,7 @@ from roxxel_dist.process.exit_codes import UserError
 
 KEPT_S = 7 * 24 * 3600.0
 FORGOTTEN_S = 24 * 3600.0
-"""After which `ps` no longer lists a job that was lost, and `ps --prune` takes off one that is not reported."""
+"""Seconds after which `ps` lists a lost job no longer, and `ps --prune` takes off one that is not reported."""
 UNREPORTED_S = 60 * 24 * 3600.0
 MAX_LISTED = 10
 ANSWER_LIMIT_S = 5.0
@@ -86,18 +85,6 @@ def of_directory(directory: str | Path) -> JobRecord | None:
     """The newest job of a run directory; None where none was launched."""
     logs = Path(os.path.abspath(directory), "logs")
     return read(logs / "launcher.json") or next(filter(None, map(read, sorted(logs.glob("launcher-*.json")))), None)
-
-
-def enter(record: JobRecord) -> None:
-    """Put a record in the index, in place of an earlier one of its run directory. Raises OSError."""
-    state_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-    key = hashlib.blake2b(os.fsencode(record.path), digest_size=8).hexdigest()
-    link = state_dir() / f"{record.run_id}.{key}"
-    for earlier in state_dir().glob(f"*.{key}"):
-        if earlier != link:
-            earlier.unlink(missing_ok=True)
-    if not link.is_symlink():
-        link.symlink_to(record.path)
 
 
 def forget(*, over_s: float = 0.0, unreported_s: float = FORGOTTEN_S) -> list[JobRecord]:

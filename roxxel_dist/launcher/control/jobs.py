@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import select
 import signal
 import sys
@@ -17,20 +16,12 @@ from typing import BinaryIO
 from roxxel_dist.launcher.control.inbox import mailbox
 from roxxel_dist.launcher.control.record import JobRecord, is_alive, read, write
 from roxxel_dist.launcher.host.command import answer_of
-from roxxel_dist.launcher.output import info, printable
+from roxxel_dist.launcher.output import HEADER, info, printable
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.file_lock import claim
 
 PAUSE_MS = 100
 BLOCK = 1 << 18
-HEADER = re.compile(rb"# [0-9-]{10} [0-9:]{8} (?:attempt [0-9]+, )?run ([^:]*): ")
-"""How each attempt begins in the log of a rank, and each job in that of a launcher."""
-
-
-def header(record: JobRecord) -> str:
-    """The line with which a job begins in the log of its launcher."""
-    command = record.command.replace("\n", "\\n")
-    return f"# {time.strftime('%Y-%m-%d %H:%M:%S')} run {record.run_id}: {command}\n"
 
 
 def run_lines(path: Path, run_id: str, last: int | None = None) -> Iterator[bytes | None]:

@@ -1,4 +1,4 @@
-"""Where every host has a launcher of its own (`launch member`): what each must know of the ranks of the others.
+"""Hangs, where every host has a launcher of its own (`launch member`): what each must know of the ranks of the others.
 
 Each launcher sees the ranks of its own host. Soon after one hangs none of them moves, wherever the culprit is: a
 launcher that finds a hang writes what it sees beside the logs, which hosts share, waits a moment, and reads what the

@@ -30,7 +30,7 @@ class JobEvent:
     """restart: another attempt follows. set_aside: the next attempt goes without hosts that it was given. hang: a rank
     was stuck. end: the job is over."""
     number: int
-    """Of the events of this launcher, from 0."""
+    """Its number among the events of this launcher, from 0."""
     time: float
     """Seconds since 1970."""
     job: str
@@ -40,7 +40,7 @@ class JobEvent:
     command: str
     """Secrets are masked."""
     hosts: tuple[str, ...]
-    """All hosts of the job."""
+    """The hosts of the job."""
     about: tuple[str, ...]
     """The host of the rank that failed or hung, or the hosts that are set aside. Empty if no host is known."""
     rank: int | None

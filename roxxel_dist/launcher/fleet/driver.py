@@ -7,26 +7,31 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.fleet.state import Fleet
-from roxxel_dist.launcher.fleet.step import step
+from roxxel_dist.launcher.fleet.step import DEPART_S, step
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import placements, working_hosts
 from roxxel_dist.launcher.output import Console
 from roxxel_dist.launcher.policy.outcome import HostLost
-from roxxel_dist.launcher.preflight.devices import checks_of, forget_failures, remember_failure
-from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
+from roxxel_dist.launcher.preflight.run import (
+    PreflightReport,
+    check_job_hosts,
+    checks_of,
+    forget_failures,
+    remember_failure,
+)
 from roxxel_dist.launcher.transport.connection import HostConnection
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted
 from roxxel_dist.process.interrupt import SignalPipe
 
 TEND_S = 0.5
-"""Between two looks at the agents of hosts that can be used."""
+"""Seconds between two looks at the agents of hosts that can be used."""
 WAIT_S = 0.25
 FOLLOW_S = 0.05
 Reply = Callable[[Sequence[events.Do]], None]
@@ -81,8 +86,7 @@ class Driver:
         job = self.fleet.given
         self._devices = checks_of(job, backend.hosts, len(working_hosts(job, backend.hosts)))
         self._notes: list[str] = []
-        self._work = queue.SimpleQueue[events.Look | events.Warm | None]()  # None: the end
-        self._is_over = True
+        self._thread: LookThread | None = None
         self._begin(fleet[1])
 
     def step(self, event: events.Event) -> list[events.Do]:
@@ -102,8 +106,8 @@ class Driver:
             match do:
                 case events.Say(text=text):
                     self._notes.append(text)
-                case events.Look() | events.Warm() if not self._is_over:
-                    self._work.put(do)
+                case events.Look() | events.Warm() if self._thread is not None:
+                    self._thread.work.put(do)
                 case _:
                     pass
 
@@ -141,26 +145,37 @@ class Driver:
                     raise AssertionError(do)
 
     def pause(self, seconds: float) -> None:
-        """Wait while no rank runs. Raises StoppedError."""
-        if numbers := self._signals.wait(seconds):
-            raise StoppedError(numbers[0])
+        """Wait while no rank runs, and take what agents say meanwhile. Raises StoppedError."""
+        end = left = time.monotonic() + seconds
+        while left > 0:
+            left = end - time.monotonic()
+            if self._pool.is_woken(max(0.0, min(left, 1.0))) and (numbers := self._signals.take()):
+                raise StoppedError(numbers[0])
+
+    def await_end(self, hosts: Collection[str]) -> None:
+        """Wait for the end of hosts that a system has asked to end, and that the job needs. Raises StoppedError."""
+        end = time.monotonic() + DEPART_S
+        while self._pool.are_connected(hosts) and time.monotonic() < end:
+            self.pause(0.25)
 
     def _look_before_start(self, look: events.Look) -> PreflightReport:
         report = None
         while report is None:
             self._pool.reach_anew()
             try:
-                report = self._look(look, self._pool)
+                report = self.look(look, self._pool)
             except Interrupted:
                 if numbers := self._signals.take():
                     raise StoppedError(numbers[0]) from None
         for host, why in report.suspects.items():
             remember_failure(self._backend, host, why)
-        forget_failures(self._backend, list(self._devices.passed))
-        self._devices.passed.clear()
+        if passed := self._devices.passed:
+            forget_failures(self._backend, passed)
+            passed.clear()
         return report
 
-    def _look(self, look: events.Look, pool: HostPool) -> PreflightReport:
+    def look(self, look: events.Look, pool: HostPool) -> PreflightReport:
+        """Ask hosts over the connections of a pool."""
         self._devices.pending.update(look.check)
         return check_job_hosts(
             look.assignment.job,
@@ -175,35 +190,32 @@ class Driver:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """While ranks run: carry out looks and warm-ups. At the end the job's pool has agents on hosts that join."""
+        """Carry out looks and warm-ups while ranks run. At the end the job's pool has agents on hosts that join."""
         if self.fleet.is_fixed:
             yield
             return
-        with HostPool(self._backend, limits=self.fleet.given.limits) as self._waiting:
-            self._wake, woken = os.pipe()
-            self._warmed, self._is_over = set[str](), False
-            thread = threading.Thread(target=self._carry_out, name="fleet", daemon=True)
+        with HostPool(self._backend, limits=self.fleet.given.limits) as waiting:
+            thread = self._thread = LookThread(self, self._backend, waiting, self._key)
             try:
                 thread.start()
             except RuntimeError as error:
-                self._is_over = True
+                self._thread = None
                 self._notes.append(f"no other host is looked at in this attempt: {error} (ulimit -u, pids.max)")
             try:
                 yield
             finally:
-                self._is_over = True
-                os.write(woken, b"\0")
-                self._work.put(None)
-                if thread.is_alive():
-                    thread.join()
-                os.close(self._wake)
-                os.close(woken)
-                self._work = queue.SimpleQueue()
+                self._thread = None
+                has_ended = thread.end()
                 self._follow()
-            self._pool.adopt(self._waiting, [link.host for link in self._waiting.all])
+            if has_ended:
+                self._pool.adopt(waiting, [link.host for link in waiting.all])
+            else:
+                self._notes.append(
+                    "a look at other hosts does not end, for its client does not start: it is left alone"
+                )
 
     def tick(self) -> None:
-        """While ranks run: follow the other threads, and the clock."""
+        """Follow the other threads and the clock, while ranks run."""
         self._follow()
         self.step(events.Tick())
         self.say()
@@ -213,7 +225,45 @@ class Driver:
         todo = self.step(events.CanDrain(joins_too=joins_too))
         return next((do for do in todo if isinstance(do, events.Drain)), None)
 
-    def _carry_out(self) -> None:
+
+class LookThread(threading.Thread):
+    """Carries out the looks and warm-ups of one attempt, one after the other.
+
+    Args:
+        driver: takes what is found.
+        backend: reaches the hosts.
+        waiting: gets the agents that wait for the next attempt.
+        key: of the job's folders in memory.
+
+    Attributes:
+        work: what is to be carried out; None wakes it at its end.
+    """
+
+    def __init__(self, driver: Driver, backend: Backend, waiting: HostPool, key: str) -> None:
+        super().__init__(name="fleet", daemon=True)
+        self._driver, self._backend, self._waiting, self._key = driver, backend, waiting, key
+        self.work: queue.SimpleQueue[events.Look | events.Warm | None] = queue.SimpleQueue()
+        self._wake, self._woken = os.pipe()
+        self._warmed = set[str]()
+        self._is_over = False
+
+    def end(self) -> bool:
+        """Break off what goes on; whether the thread has ended.
+
+        One that starts a client whose file system does not answer cannot be ended, and says no more.
+        """
+        self._is_over = True
+        os.write(self._woken, b"\0")
+        self.work.put(None)
+        if self.is_alive():
+            self.join(self._waiting.limits.agent_end_s)
+        if not self.is_alive():
+            os.close(self._wake)
+            os.close(self._woken)
+        return not self.is_alive()
+
+    def run(self) -> None:
+        """Work until the end."""
         while not self._is_over:
             do = self._next()
             try:
@@ -224,21 +274,23 @@ class Driver:
             except Exception as error:  # the thread would end, and with it all looks
                 self._note_mistake(do.candidates if do is not None else (), error)
             try:
-                if self._waiting.all and self._work.empty():
+                if self._waiting.all and self.work.empty():
                     self._tend()
             except Exception as error:
                 self._note_mistake(tuple(link.host for link in self._waiting.all), error)
 
     def _next(self) -> events.Look | events.Warm | None:
         try:
-            return self._work.get(timeout=TEND_S if self._waiting.all else None)
+            return self.work.get(timeout=TEND_S if self._waiting.all else None)
         except queue.Empty:
             return None
 
     def _report(self, event: events.Event) -> None:
         """Let something happen, in the controller's thread, and wait until that has followed it."""
+        if self._is_over:
+            return
         followed = threading.Event()
-        self.happened.put((event, lambda todo: followed.set()))
+        self._driver.happened.put((event, lambda todo: followed.set()))
         while not self._is_over and not followed.wait(FOLLOW_S):
             continue
 
@@ -246,15 +298,15 @@ class Driver:
         self._report(events.Mistake(hosts=hosts, error=repr(error)))
 
     def _answer(self, look: events.Look) -> events.Answered:
-        with HostPool(self._backend, self._wake, self.fleet.given.limits) as pool:
-            report = self._look(look, pool)
-            if report.passed and self.fleet.given.warm_spares != "off":
+        with HostPool(self._backend, self._wake, self._driver.fleet.given.limits) as pool:
+            report = self._driver.look(look, pool)
+            if report.passed and self._driver.fleet.given.warm_spares != "off" and not self._is_over:
                 self._waiting.adopt(pool, [host for host in look.keep if not self._waiting.is_connected(host)])
         return events.Answered(report=report)
 
     def _warm_up(self, warm: events.Warm) -> events.Warmed:
         """Have agents start spares for the ranks that they would have, and wait for the spares' imports."""
-        plan, job = warm.plan, self.fleet.given
+        plan, job = warm.plan, self._driver.fleet.given
         self._events(0)  # of the others; from here on silence counts
         placed = placements(plan.job, plan.hosts, "", self._backend.environment, visible=warm.report.visible)
         placed = [place for place in placed if self._waiting.is_connected(place.host)]
@@ -285,7 +337,7 @@ class Driver:
         """Let go of agents on hosts that are not to join any more, and of hosts whose agents are lost."""
         self._events(0)
         lost = self._lost()
-        kept = self.fleet.waiting_hosts
+        kept = self._driver.fleet.waiting_hosts
         gone = [link for link in self._waiting.all if link.lost or link.host not in kept]
         self._warmed -= {link.host for link in gone}
         self._waiting.disconnect(gone)
@@ -297,7 +349,7 @@ class Driver:
 
     def _lost(self) -> dict[str, str]:
         """Hosts whose agents have ended, or are silent, which ends them."""
-        now, silent_s = time.monotonic(), self.fleet.given.limits.silent_s
+        now, silent_s = time.monotonic(), self._driver.fleet.given.limits.silent_s
         for link in self._waiting.all:
             if not link.lost and now - link.last_seen > silent_s:
                 link.process.kill()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from roxxel_dist.launcher.job.placement import Assignment
-from roxxel_dist.launcher.policy.restart import AttemptSummary, Decision
+from roxxel_dist.launcher.policy.outcome import AttemptSummary, Decision
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
 
@@ -16,13 +16,13 @@ class Look:
     assignment: Assignment
     """Which hosts, and the job as they would do it."""
     port: int | None
-    """Of the coordinator; None: a free one."""
+    """The coordinator's port; None: a free one."""
     busy: tuple[str, ...] = ()
     """Hosts on which ranks run meanwhile."""
     check: frozenset[str] = frozenset()
     """Hosts whose devices have to pass their checks from now on."""
     candidates: tuple[str, ...] = ()
-    """While others work: those of the hosts that may join them. One alone is asked alone."""
+    """Those of the hosts that may join others, which work. One alone is asked alone."""
     known: PreflightReport | None = None
     """What the last look at these hosts has found, where they have worked together since: facts and a port will do."""
     keep: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Warm:
 
 @dataclass(frozen=True, kw_only=True)
 class Say:
-    """Tell people."""
+    """A line for people."""
 
     text: str
 
@@ -73,7 +73,7 @@ class Start:
     cores: int | None
     """The most CPUs that a host had when the job began: the bits of a run do not change with its hosts."""
     wait_s: float = 0.0
-    """By then the ranks on lost hosts have ended."""
+    """Seconds after which the ranks on lost hosts have ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ Do = Look | Warm | Say | Answer | Wait | Start | GiveUp | Drain | AwaitEnd | Dec
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """Time passes."""
+    """The passing of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,16 +118,16 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
-    """The next attempt is to start."""
+    """The wish to start the next attempt."""
 
     gone_by: Mapping[str, float] = field(default_factory=dict)
-    """When the ranks of lost hosts have ended, wherever they are: an agent there has received nothing for long, also
-    where the host answers again (its end of the broken link may be open)."""
+    """The time when the ranks of each lost host have ended, wherever they are: an agent there has received nothing for
+    long, also where the host answers again (its end of the broken link may be open)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """A look has ended."""
+    """The end of a look."""
 
     report: PreflightReport
     trusted: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ class CanDrain:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnded:
-    """All ranks have ended."""
+    """The end of an attempt: all ranks have ended."""
 
     attempt: AttemptSummary
     lost: str = ""

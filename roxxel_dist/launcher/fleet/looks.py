@@ -1,4 +1,4 @@
-"""Rules while ranks run: which hosts are asked, and which of them can join or be used again. Pure functions.
+"""Rules while ranks run: what people ask, which hosts are looked at, and which of them can join. Pure functions.
 
 Each host is asked alone first, and then together with the hosts that work, as before a start, by programs of its own:
 the job does not notice it. The first look at a newcomer that would help is the second one. Those that can be used and
@@ -12,9 +12,9 @@ from itertools import takewhile
 from zlib import crc32
 
 from roxxel_dist.launcher.fleet import events
-from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, State
+from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, State, change_to
 from roxxel_dist.launcher.job.placement import Assignment
-from roxxel_dist.launcher.policy.restart import REPEAT_S, backoff
+from roxxel_dist.launcher.policy.outcome import REPEAT_S, backoff
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
@@ -44,18 +44,6 @@ def forgive(fleet: Fleet) -> None:
         fleet.move(names, State.LOST, due=fleet.now if fleet.grows_with(names) else math.inf)
         fleet.unchecked |= {*names}
         fleet.say(f"{', '.join(names)} may be used again: set aside a day ago", SEARCH)
-
-
-def watch(fleet: Fleet) -> None:
-    """Ranks have started: hosts that are lost are asked after a pause, where they would help, and newcomers at once."""
-    fleet.look, fleet.with_warm = None, ()
-    if fleet.lengthened + REPEAT_S <= fleet.now:
-        fleet.pause_s = fleet.given.limits.look_s
-    fleet.move(fleet.members_in(*AWAY), State.LOST)
-    seek_lost(fleet)
-    members = {*fleet.members}
-    new = [name for name in fleet.hosts if name not in members]
-    fleet.move(new, State.WANTED, due=fleet.now)
 
 
 def seek_lost(fleet: Fleet) -> None:
@@ -104,7 +92,7 @@ def next_look(fleet: Fleet) -> None:
             break
 
 
-def answered(fleet: Fleet, look: events.Look, event: events.Answered) -> None:
+def on_answer(fleet: Fleet, look: events.Look, event: events.Answered) -> None:
     """Judge what a look has found."""
     names = _end_look(fleet, look)
     if look.keep and names == look.candidates:
@@ -116,7 +104,7 @@ def answered(fleet: Fleet, look: events.Look, event: events.Answered) -> None:
     next_look(fleet)
 
 
-def warmed(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
+def on_warm(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
     """Hosts are ready to join, but those that cannot have ranks."""
     names = _end_look(fleet, warm)
     failed = {name: why for name, why in event.failed.items() if name in names}
@@ -137,14 +125,14 @@ def warmed(fleet: Fleet, warm: events.Warm, event: events.Warmed) -> None:
     next_look(fleet)
 
 
-def lost(fleet: Fleet, event: events.Lost) -> None:
+def on_loss(fleet: Fleet, event: events.Lost) -> None:
     """A host that was warm is not any more."""
     if event.host in fleet.are(State.WARM):
         _refuse(fleet, event.host, {"agent": event.why})
     next_look(fleet)
 
 
-def mistaken(fleet: Fleet, event: events.Mistake) -> None:
+def on_mistake(fleet: Fleet, event: events.Mistake) -> None:
     """Say that a look has failed by a mistake of this program, and look again later."""
     names = ", ".join(event.hosts)
     if fleet.look is not None and fleet.look.candidates == event.hosts:
@@ -213,9 +201,7 @@ def _judge_together(fleet: Fleet, look: events.Look, report: PreflightReport) ->
         and _strangers(result, working)
     ]
     wrong = report.blamed(working).union(
-        *(_strangers(result, working) for result in strange),
-        report.suspects.keys() - {*working},
-        same,
+        *(_strangers(result, working) for result in strange), report.suspects.keys() - {*working}, same
     )
     if report.passed and not wrong:
         fleet.look = events.Warm(plan=look.assignment, report=report, candidates=names)
@@ -307,7 +293,7 @@ def _why_idle(fleet: Fleet, host: Host, working: int) -> str:
 
 
 def follow(fleet: Fleet) -> None:
-    """While ranks run: let hosts be those that are wanted, as far as that costs no restart."""
+    """Let hosts be those that are wanted, as far as that costs no restart; while ranks run."""
     _receive_newcomers(fleet)
     change = fleet.change
     leaves, working = {*change.leaves}, {*fleet.working}
@@ -340,3 +326,61 @@ def _receive_newcomers(fleet: Fleet) -> None:
     fleet.move(new, State.WANTED, due=fleet.now)
     if new:  # together with these they may help
         fleet.move(fleet.are(State.SPARE), State.FIT)
+
+
+def follow_list(fleet: Fleet, hosts: Sequence[str]) -> None:
+    """Want the hosts of a list that was read again; those that came and went often are held back."""
+    before = {*fleet.wanted.hosts}
+    fleet.wanted, fleet.stays = fleet.wanted.with_list(hosts), fleet.stays.with_list(hosts, fleet.now)
+    stays = fleet.stays
+    _forget(fleet, {*fleet.wanted.hosts} ^ before)
+    for name in sorted({*fleet.wanted.hosts} - {*fleet.wanted_now}):
+        fleet.say(
+            f"host {name} left the list {stays.short[name]} times soon after it came; it is taken in when it has "
+            f"stayed there for {stays.joins_at(name) - stays.since[name]:.0f} s, or by `join`"
+        )
+    fleet.said = frozenset(key for key in fleet.said if KEPT not in key[1])
+
+
+def _forget(fleet: Fleet, names: Sequence[str] | set[str]) -> None:
+    """These hosts are looked at, and spoken of, as if they were new."""
+    members = {*fleet.members}
+    for name in names:
+        if name in members:
+            host = fleet.hosts[name]
+            due = {"due": fleet.now} if host.state is State.UNFIT else {}
+            fleet.move([name], host.state, failures=0, absences=0, is_known=False, **due)
+    fleet.drop([name for name in names if name not in members])
+    fleet.unsay(*names)
+
+
+def join(fleet: Fleet, hosts: Sequence[str]) -> events.Answer:
+    """Want these hosts in the job, and look at them now."""
+    members = {*fleet.members} & {*fleet.wanted_now}
+    new = [name for name in hosts if name not in members]
+    if not new:
+        return events.Answer(done=True, text=f"{', '.join(hosts)} is in the job already")
+    fleet.wanted = fleet.wanted.with_join(new)
+    _forget(fleet, new)
+    away = [name for name in fleet.members_in(*AWAY) if name in new]
+    fleet.move([name for name in away if fleet.hosts[name].state is not State.LOOKING], State.LOST, due=fleet.now)
+    return events.Answer(done=True, text=f"{', '.join(new)} is checked now, and joins the job when it passes")
+
+
+def leave(fleet: Fleet, hosts: Sequence[str]) -> events.Answer:
+    """Want these hosts no more, where enough others are left."""
+    names = ", ".join(hosts)
+    if strange := [name for name in hosts if name not in fleet.wanted.hosts]:
+        text = f"{', '.join(strange)} is no host of the job: it has {', '.join(fleet.wanted.hosts)}"
+        return events.Answer(done=False, text=text)
+    wanted = fleet.wanted.with_leave(hosts)
+    if change_to(wanted.hosts, fleet.members, fleet.present_members, fleet.least).kept or not wanted.hosts:
+        return events.Answer(
+            done=False,
+            text=f"{names} cannot leave: of the {len(fleet.present_members)} hosts that are there, at least "
+            f"{fleet.least} stay (--min-hosts); let others join before",
+        )
+    fleet.wanted = wanted
+    if not {*hosts} & {*fleet.working}:
+        return events.Answer(done=True, text=f"{names} leaves the job; no rank runs there")
+    return events.Answer(done=True, text=f"the ranks save, and the job continues without {names}")

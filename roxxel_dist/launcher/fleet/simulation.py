@@ -15,8 +15,7 @@ from roxxel_dist.launcher.fleet.state import Fleet, State
 from roxxel_dist.launcher.fleet.step import DEPART_S, SWAP_S, fleet_of, step
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.hang import Hang, HangDetector, StepTimes
-from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit
-from roxxel_dist.launcher.policy.restart import REPEAT_S, Decision, summary
+from roxxel_dist.launcher.policy.outcome import REPEAT_S, AttemptResult, Decision, HostLost, RankExit, summary
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_NOT_STARTED, EXIT_PREFLIGHT, EXIT_RUNTIME
@@ -116,7 +115,7 @@ class Pace:
 
     base: int
     since: float
-    """When the ranks began to start, or to train at this pace."""
+    """The time when the ranks began to start, or to train at this pace."""
     begun: float
     step_s: float
     save_s: float

@@ -11,7 +11,7 @@ from typing import Any
 from roxxel_dist.launcher.fleet import events
 from roxxel_dist.launcher.job.placement import Assignment, assign, working_hosts
 from roxxel_dist.launcher.job.spec import JobSpec, Limits
-from roxxel_dist.launcher.policy.restart import AttemptSummary, backoff
+from roxxel_dist.launcher.policy.outcome import AttemptSummary, backoff
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
 NUMBERS = re.compile(r"\d[\d.,]*")
@@ -38,12 +38,12 @@ class Wanted:
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
-        """All of them, each once."""
+        """The hosts that are wanted, each once."""
         hosts = dict.fromkeys((*self.given, *self.listed, *self.added))
         return tuple(host for host in hosts if host not in self.removed)
 
     def without(self, held: Collection[str]) -> tuple[str, ...]:
-        """All of them but those that the list alone names, and that are held back."""
+        """The hosts that are wanted, but those that the list alone names, and that are held back."""
         if not held:
             return self.hosts
         asked = {*self.given, *self.added}
@@ -69,7 +69,7 @@ class Stays:
     """The record of hosts that come to the list and leave it; one that stays short times only is held back."""
 
     since: Mapping[str, float]
-    """When the hosts of the list came to it."""
+    """The time when each host of the list came to it."""
     short: Mapping[str, int] = field(default_factory=dict)
     """How many stays of a host were short, in a row. One that ends while it is held back does not count: it cost
     nothing."""
@@ -85,7 +85,7 @@ class Stays:
                 short[host] = short.get(host, 0) + 1
         return Stays(since={host: self.since.get(host, now) for host in hosts}, short=short)
 
-    def forgiven(self) -> "Stays":
+    def forget_short(self) -> "Stays":
         """The same when every host of the list is needed."""
         return replace(self, short={})
 
@@ -132,11 +132,7 @@ def change_to(wanted: Collection[str], members: Sequence[str], present: Collecti
     lost = [host for host in unwanted if host not in there]
     spared = lost[max(0, len(members) - len(leaving[:allowed]) - least) :]
     stay = {*kept, *spared}
-    return Change(
-        newcomers=newcomers,
-        leaves=tuple(host for host in unwanted if host not in stay),
-        kept=kept,
-    )
+    return Change(newcomers=newcomers, leaves=tuple(host for host in unwanted if host not in stay), kept=kept)
 
 
 def working_number(hosts: int, spare: int, first: int, most: int | None) -> int:
@@ -169,7 +165,7 @@ class State(Enum):
 
 
 SEARCH = "a search"
-"""Of which lines are told anew in each search."""
+"""The subject of lines that are told anew in each search."""
 THERE = (State.WORKING, State.SPARE, State.LEAVING)
 AWAY = (State.LOST, State.UNFIT, State.FIT, State.LOOKING)
 
@@ -181,9 +177,9 @@ class Host:
     name: str
     state: State = State.WANTED
     since: float = 0.0
-    """When it came to this state, by the launcher's clock, as all times here."""
+    """The time when it came to this state, by the launcher's clock, as all times here."""
     due: float = math.inf
-    """When it is asked next, while others work."""
+    """The time of its next look, while others work."""
     why: str = ""
     """Why it did not pass."""
     failures: int = 0
@@ -193,11 +189,11 @@ class Host:
     is_known: bool = False
     """Whether a look at it as a newcomer has ended."""
     passed_alone: bool = False
-    """In the look that goes on, or in the last one."""
+    """Whether it passed alone in the look that goes on, or in the last one."""
     has_returned: bool = False
     """Whether it was lost before, and taken in again."""
     departs_by: float = 0.0
-    """When a system that has asked it to end has ended it."""
+    """The time when a system that has asked it to end has ended it."""
 
 
 @dataclass(kw_only=True)
@@ -212,7 +208,7 @@ class Search:
     """Hosts that are asked only where the others are too few."""
     gone_by: Mapping[str, float]
     deadline: float
-    """Until then a host that is missing may come back."""
+    """The time until which a host that is missing may come back."""
     starting: frozenset[str] = frozenset()
     """Hosts of which the user has read that they start."""
     replaced: frozenset[str] = frozenset()
@@ -223,7 +219,7 @@ class Search:
 
 @dataclass(kw_only=True)
 class Fleet:
-    """All hosts of a job, and what is known of them; a value: `step` makes the next one, and its rules change that."""
+    """The hosts of a job, and what is known of them; a value: `step` makes the next one, and its rules change that."""
 
     given: JobSpec
     first: tuple[str, ...]
@@ -241,7 +237,7 @@ class Fleet:
     is_resized: bool = False
     """Whether the members are others than at the start."""
     search: Search | None = None
-    """While a start is sought."""
+    """The choice of hosts, while a start is sought."""
     started: Assignment | None = None
     """The last start."""
     report: PreflightReport = field(default_factory=PreflightReport)
@@ -257,9 +253,9 @@ class Fleet:
     unchecked: frozenset[str] = frozenset()
     """Hosts whose devices are to be checked by the next look."""
     pause_s: float = Limits.look_s
-    """Between two looks at hosts of which nothing is known."""
+    """Seconds between two looks at hosts of which nothing is known."""
     lengthened: float = -math.inf
-    """When that pause grew last."""
+    """The time when that pause grew last."""
     leaves_since: float | None = None
     """Since when ranks could leave for hosts that are to leave."""
     said: frozenset[tuple[str, str]] = frozenset()
@@ -363,10 +359,7 @@ class Fleet:
         first = len(working_hosts(given, self.first))
         number = working_number(len(members), given.spare_hosts, first, given.max_hosts)
         return replace(
-            given,
-            nprocs=given.nprocs // first * number,
-            spare_hosts=len(members) - number,
-            min_hosts=self.least,
+            given, nprocs=given.nprocs // first * number, spare_hosts=len(members) - number, min_hosts=self.least
         )
 
     def assignment_of(self, present: Sequence[str]) -> Assignment:

@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from roxxel_dist.launcher.fleet import events, looks
-from roxxel_dist.launcher.fleet.looks import KEPT, follow, forgive, note_return, watch
 from roxxel_dist.launcher.fleet.state import AWAY, SEARCH, Fleet, Host, Search, State, Stays, Wanted, change_to
 from roxxel_dist.launcher.job.placement import working_hosts
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.policy.restart import Cause, has_come_to_nothing, next_action
-from roxxel_dist.launcher.preflight.checks import named, once
+from roxxel_dist.launcher.policy.outcome import REPEAT_S, Cause, has_come_to_nothing, next_action
+from roxxel_dist.launcher.preflight.checks import fold, merge_alike
 from roxxel_dist.launcher.preflight.run import PreflightReport
 
 SWAP_S = 10.0
@@ -90,7 +89,7 @@ def _on_tick(fleet: Fleet, event: events.Tick) -> None:
     if fleet.search is not None:
         _search_again(fleet, fleet.search)
     elif not fleet.is_fixed:
-        follow(fleet)
+        looks.follow(fleet)
 
 
 def _on_answer(fleet: Fleet, event: events.Answered) -> None:
@@ -99,74 +98,19 @@ def _on_answer(fleet: Fleet, event: events.Answered) -> None:
     if fleet.search is not None:
         _on_search_answer(fleet, fleet.search, fleet.look, event)
     else:
-        looks.answered(fleet, fleet.look, event)
+        looks.on_answer(fleet, fleet.look, event)
 
 
 def _on_warm(fleet: Fleet, event: events.Warmed) -> None:
     if isinstance(fleet.look, events.Warm):
-        looks.warmed(fleet, fleet.look, event)
+        looks.on_warm(fleet, fleet.look, event)
 
 
 def _on_request(fleet: Fleet, event: events.Asked) -> None:
     if event.by == "list":
-        _follow_list(fleet, event.hosts)
+        looks.follow_list(fleet, event.hosts)
     else:
-        fleet.todo.append((_join if event.by == "join" else _leave)(fleet, event.hosts))
-
-
-def _follow_list(fleet: Fleet, hosts: Sequence[str]) -> None:
-    before = {*fleet.wanted.hosts}
-    fleet.wanted, fleet.stays = fleet.wanted.with_list(hosts), fleet.stays.with_list(hosts, fleet.now)
-    stays = fleet.stays
-    _forget(fleet, {*fleet.wanted.hosts} ^ before)
-    for name in sorted({*fleet.wanted.hosts} - {*fleet.wanted_now}):
-        fleet.say(
-            f"host {name} left the list {stays.short[name]} times soon after it came; it is taken in when it has "
-            f"stayed there for {stays.joins_at(name) - stays.since[name]:.0f} s, or by `join`"
-        )
-    fleet.said = frozenset(key for key in fleet.said if KEPT not in key[1])
-
-
-def _forget(fleet: Fleet, names: Sequence[str] | set[str]) -> None:
-    """These hosts are looked at, and spoken of, as if they were new."""
-    members = {*fleet.members}
-    for name in names:
-        if name in members:
-            host = fleet.hosts[name]
-            due = {"due": fleet.now} if host.state is State.UNFIT else {}
-            fleet.move([name], host.state, failures=0, absences=0, is_known=False, **due)
-    fleet.drop([name for name in names if name not in members])
-    fleet.unsay(*names)
-
-
-def _join(fleet: Fleet, hosts: Sequence[str]) -> events.Answer:
-    members = {*fleet.members} & {*fleet.wanted_now}
-    new = [name for name in hosts if name not in members]
-    if not new:
-        return events.Answer(done=True, text=f"{', '.join(hosts)} is in the job already")
-    fleet.wanted = fleet.wanted.with_join(new)
-    _forget(fleet, new)
-    away = [name for name in fleet.members_in(*AWAY) if name in new]
-    fleet.move([name for name in away if fleet.hosts[name].state is not State.LOOKING], State.LOST, due=fleet.now)
-    return events.Answer(done=True, text=f"{', '.join(new)} is checked now, and joins the job when it passes")
-
-
-def _leave(fleet: Fleet, hosts: Sequence[str]) -> events.Answer:
-    names = ", ".join(hosts)
-    if strange := [name for name in hosts if name not in fleet.wanted.hosts]:
-        text = f"{', '.join(strange)} is no host of the job: it has {', '.join(fleet.wanted.hosts)}"
-        return events.Answer(done=False, text=text)
-    wanted = fleet.wanted.with_leave(hosts)
-    if change_to(wanted.hosts, fleet.members, fleet.present_members, fleet.least).kept or not wanted.hosts:
-        return events.Answer(
-            done=False,
-            text=f"{names} cannot leave: of the {len(fleet.present_members)} hosts that are there, at least "
-            f"{fleet.least} stay (--min-hosts); let others join before",
-        )
-    fleet.wanted = wanted
-    if not {*hosts} & {*fleet.working}:
-        return events.Answer(done=True, text=f"{names} leaves the job; no rank runs there")
-    return events.Answer(done=True, text=f"the ranks save, and the job continues without {names}")
+        fleet.todo.append((looks.join if event.by == "join" else looks.leave)(fleet, event.hosts))
 
 
 def _due(fleet: Fleet, lost: str = "") -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -213,7 +157,7 @@ def _on_end(fleet: Fleet, event: events.AttemptEnded) -> None:
     others = event.lost and event.lost not in taken_in  # its end is no fault of those that were taken in
     if taken_in and has_come_to_nothing(attempt, before) and not others:
         attempt = replace(attempt, failed_growth=", ".join(taken_in))
-        note_return(fleet, taken_in, failed=True)
+        looks.note_return(fleet, taken_in, failed=True)
         back = [name for name in joins if name in members]
         fleet.move([name for name in joins if name not in back], State.SPARE)
         fleet.move((*back, *(name for name in taken_in if name in fleet.members)), State.LOST)
@@ -262,7 +206,8 @@ def _begin(fleet: Fleet, event: events.Begin) -> None:
     job goes on without is asked again when it can be used again, or when too few others are left. The first attempt
     waits as long for `job.min_hosts` hosts, or for all where those that are missing still start.
     """
-    forgive(fleet)
+    if fleet.members_in(State.ASIDE):
+        looks.forgive(fleet)
     back = fleet.members_in(State.WARM)
     fleet.search = Search(
         asked=back,
@@ -299,7 +244,7 @@ def _on_search_answer(fleet: Fleet, search: Search, look: events.Look, event: ev
     if _without_failed(fleet, search, report):
         _ask(fleet)
         return
-    for _, _, text in once(result for result in report.findings if result.level == "warning"):
+    for _, _, text in merge_alike(result for result in report.findings if result.level == "warning"):
         fleet.say(f"warning: {text}")
     if report.passed:
         _start(fleet, search, look, report)
@@ -311,7 +256,7 @@ def _on_search_answer(fleet: Fleet, search: Search, look: events.Look, event: ev
 
 def _search_again(fleet: Fleet, search: Search) -> None:
     """Ask again after a moment. While the job waits for hosts, one that is new will do."""
-    fleet.stays = fleet.stays.forgiven()
+    fleet.stays = fleet.stays.forget_short()
     if not fleet.is_fixed and (new := fleet.change.newcomers):
         fleet.move(new, State.WANTED)
         fleet.change_members(joins=new)
@@ -357,8 +302,13 @@ def _start(fleet: Fleet, search: Search, look: events.Look, report: PreflightRep
     fleet.search, fleet.started, fleet.taken_in = None, assignment, search.back
     fleet.report, fleet.cores, fleet.fit = report, fleet.cores or report.cores, look.known or report
     if search.asked:
-        note_return(fleet, search.asked, failed={*search.back} != {*search.asked})
-    watch(fleet)
+        looks.note_return(fleet, search.asked, failed={*search.back} != {*search.asked})
+    if fleet.lengthened + REPEAT_S <= fleet.now:
+        fleet.pause_s = fleet.given.limits.look_s
+    if fleet.members_in(State.LOST):
+        looks.seek_lost(fleet)
+    members = {*fleet.members}
+    fleet.move([name for name in fleet.hosts if name not in members], State.WANTED, due=fleet.now)
     address = f"[{report.address}]" if ":" in report.address else report.address
     start = events.Start(
         assignment=assignment,
@@ -423,7 +373,7 @@ def _wait(fleet: Fleet, search: Search, report: PreflightReport, there: int) -> 
             fleet.say(text, SEARCH)
     elif new := fleet.in_order({*report.starting} - search.starting):
         search.starting = search.starting | {*new}
-        names = f"host {new[0]}" if len(new) == 1 else f"hosts {named(new)}"
+        names = f"host {new[0]}" if len(new) == 1 else f"hosts {fold(new)}"
         fleet.say(f"{limit} {names} to start (--host-timeout): {report.unreachable[new[0]]}", SEARCH)
     fleet.todo.append(events.Wait(seconds=RETRY_S))
 
@@ -435,8 +385,8 @@ RULES: Mapping[type[events.Event], Callable[[Fleet, Any], None]] = {
     events.Asked: _on_request,
     events.Say: lambda fleet, event: fleet.say(event.text),
     events.Warmed: _on_warm,
-    events.Lost: looks.lost,
-    events.Mistake: looks.mistaken,
+    events.Lost: looks.on_loss,
+    events.Mistake: looks.on_mistake,
     events.CanDrain: _drain,
     events.AttemptEnded: _on_end,
 }

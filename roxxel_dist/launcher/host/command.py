@@ -18,7 +18,7 @@ PIPE = 1 << 20
 """Bytes that it may print between two looks, without waiting."""
 LOOK_S = 0.05
 TAIL_BYTES, LINE = 4096, 200
-"""Where the last line is looked for, and how much of it is shown."""
+"""Bytes in which the last line is looked for, and letters of it that are shown."""
 KILLED_S = 0.5
 """How long the end of a killed command is waited for: one that waits for a driver may stay."""
 

@@ -74,7 +74,7 @@ def is_called(name: str) -> bool:
     name = name.rpartition("@")[2].rpartition("/")[2]
     if name.partition(".")[0] == socket.gethostname().partition(".")[0]:
         return True
-    return any(is_loopback(address) or is_owned(address) for address in resolved(name))
+    return any(is_loopback(address) or is_owned(address) for address in resolve(name))
 
 
 def accelerators() -> HostInfo:
@@ -91,7 +91,7 @@ def accelerators() -> HostInfo:
 def own_name() -> HostInfo:
     """The host's own name, the addresses that it means to the host itself, and which of them are the host's."""
     name = socket.gethostname()
-    addresses = resolved(name)
+    addresses = resolve(name)
     return {"name": name, "resolves": addresses, "owned": [one for one in addresses if is_owned(one)]}
 
 
@@ -111,7 +111,7 @@ def rank_ports() -> list[int] | None:
     return None
 
 
-def existing(path: str) -> Path:
+def nearest_existing(path: str) -> Path:
     """The nearest folder (or file) that exists on the way up from a path."""
     place = Path(os.path.abspath(path))
     return next(each for each in (place, *place.parents) if os.path.exists(each))
@@ -122,7 +122,7 @@ def folder(path: str, *, is_run: bool) -> HostInfo:
 
     Of a folder that `is_run`, or is to be one, `foreign` is why no run may write there; else None.
     """
-    place, free, why = existing(path), 0, None
+    place, free, why = nearest_existing(path), 0, None
     try:
         room = os.statvfs(place)
         free = room.f_bavail * room.f_frsize
@@ -137,12 +137,12 @@ def folder(path: str, *, is_run: bool) -> HostInfo:
 
 def touch(path: str) -> Path:
     """Make an empty file of a new name where a folder is or would be. The caller removes it. Raises OSError."""
-    mark = existing(path) / f".roxxel-probe-{os.urandom(8).hex()}"
+    mark = nearest_existing(path) / f".roxxel-probe-{os.urandom(8).hex()}"
     mark.touch(mode=0o600, exist_ok=False)
     return mark
 
 
-def resolved(name: str) -> list[str]:
+def resolve(name: str) -> list[str]:
     """The addresses of a host name, in the order in which programs try them; empty where it has none."""
     try:
         addresses = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -206,7 +206,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 5.0
 BULK = b"roxxel-dist" * 6000
-"""As much as a rank sends at once: a path may lose packets of full size, and pass all small ones."""
+"""A message as large as those of ranks: a path may lose packets of full size, and pass all small ones."""
 FILL = 16384
 """Letters of a host's first answer that say nothing: lines of ranks will be as long, and the link has to carry them."""
 STUCK = f"small packets pass, and {len(BULK) // 1024} KiB do not within {CONNECT_S:g} s"
@@ -269,7 +269,7 @@ def answer(question: Message, held: ExitStack, limits: Limits) -> Message:
                 held.callback(file.unlink, missing_ok=True)
                 reply = {"name": file.name}
             case "see":
-                reply = {"seen": (existing(question["run_dir"]) / question["name"]).exists()}
+                reply = {"seen": (nearest_existing(question["run_dir"]) / question["name"]).exists()}
             case unknown:
                 reply = {"why": f"it does not know {unknown!r}: install the same roxxel-dist on all hosts"}
     except OSError as error:
@@ -427,7 +427,7 @@ def local_addresses(towards: list[str]) -> list[str]:
     Those that lead to this host, or have no route, give none.
     """
     found: dict[str, None] = {}
-    for target in (address for name in towards for address in resolved(name) if not is_loopback(address)):
+    for target in (address for name in towards for address in resolve(name) if not is_loopback(address)):
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as route:  # a kernel may have no IPv6
             route.connect((target, 9))  # sends nothing: it only asks the kernel for the route

@@ -132,10 +132,8 @@ class Subreaper:
         ends them itself. Of a shell's programs only those of the session, or of the process group (GROUP), that the
         child leads: what has left it is to outlive a Ctrl-C.
         """
-        if self.code is not None:
-            return
         listed = dict(processes())  # at first: processes that a handler starts are not asked
-        asked = [self.child]
+        asked = [self.child] if self.code is None else []
         for pid in asked:  # grows
             if pid in listed and is_shell(pid):
                 asked += [other for other, fields in listed.items() if int(fields[PARENT]) == pid]
@@ -412,8 +410,8 @@ def go_on_under_guard(
             _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             os.dup2(reads, 0)
             os.dup2(channel, 1)
-            words = [str(child), str(limit_s), str(kill_s), nonce, *folders]
-            os.execv(sys.executable, [sys.executable, "-P", "-S", __file__, *words])
+            words = ["-P", "-S", __file__, str(child), str(limit_s), str(kill_s), nonce, *folders]
+            os.execv(sys.executable, [sys.executable, *words])
         finally:
             os._exit(127)
     os.close(reads)

@@ -25,7 +25,7 @@ from roxxel_dist.process.exit_codes import UserError
 
 Message = dict[str, Any]
 NONCE = "nonce"
-"""In the first order of a link: its program begins each of its messages with these letters, which no other one has."""
+"""A key in the first order of a link: its program begins each message with these letters, which no other one has."""
 PROTOCOL = 2
 """The number of these messages, behind the nonce in each of the program's. A change that the other end cannot read
 raises it."""

@@ -34,7 +34,7 @@ from roxxel_dist.process.progress import agent_pipe, is_short
 PACKAGE = os.path.join(Path(__file__).parents[2], "")
 INSTALLED = ("/site-packages/", "/dist-packages/")
 ENTRIES, SHOWN = 16, 500
-"""Of one message to the agent, which has a largest size: sources, and letters of what has changed."""
+"""Sources in one message to the agent, which has a largest size, and letters of what has changed."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SourceRecorder(MetaPathFinder):
     """Notes the sources that are imported from `install` on, and those that were before."""
 
     sources: dict[str, SourceFile] = field(default_factory=dict)
-    """By the name of the module, or another name that is the same in all ranks."""
+    """The sources by the name of the module, or another name that is the same in all ranks."""
     _untold: list[str] = field(default_factory=list)
     _tells: bool = False
 

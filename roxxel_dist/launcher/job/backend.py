@@ -17,9 +17,9 @@ class RemoteProcess(Protocol):
     """The near end of a program on a host: as much of `subprocess.Popen` as the launcher needs."""
 
     stdin: IO[bytes] | None
-    """Where orders go."""
+    """The stream of orders."""
     stdout: IO[bytes] | None
-    """Where messages come from."""
+    """The stream of messages."""
     stderr: IO[bytes] | None
 
     def poll(self) -> int | None:
@@ -95,7 +95,7 @@ class Backend(ABC):
     directory: str = ""
     """The working directory on the hosts; empty: that of this process."""
     address: str | None = None
-    """Where rank 0 is for all ranks, if that is known before anybody has looked."""
+    """The address of rank 0 for all ranks, if that is known before anybody has looked."""
     is_remote: ClassVar[bool] = False
     """Whether a cut link can part an agent from this process: then it ends, with its ranks, after a silence
     (`Limits.silent_s`); else a pipe is closed at once."""
@@ -157,7 +157,7 @@ class LaunchRequest:
     start: Callable[["Options", JobSpec, Backend], int]
     """Run the job, leave it to a detached controller (--detach), or print it (--dry-run); the exit code."""
     usage_errors: Callable[[], AbstractContextManager[None]]
-    """Within it a ValueError of this package is a message for the user, and exit code 2."""
+    """A context in which a ValueError of this package is a message for the user, and exit code 2."""
 
 
 @dataclass(frozen=True, kw_only=True)

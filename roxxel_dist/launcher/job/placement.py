@@ -260,7 +260,7 @@ OF_LOGIN = ("SSH_CLIENT", "SSH2_CLIENT", "SSH_CONNECTION", "SSH_TTY")
 """Variables of an ssh session: by them a bash takes each `bash -c` for a new login, and reads ~/.bashrc again, whose
 variables then replace those that the user gave to the ranks."""
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""By these gRPC, and with it jax's coordinator, is reached through a proxy, also on this machine."""
+"""Variables by which gRPC, and with it jax's coordinator, is reached through a proxy, also on this machine."""
 SUSPECTS = re.compile(r"(?i:(https?|grpc|all|no|no_grpc)_proxy)|(NCCL|GLOO|UCX|FI)_\w+")
 """Variables that decide how ranks find and reach each other."""
 LOGIN_IN_URL = re.compile(r"//[^/@\s]*@")
@@ -316,12 +316,12 @@ def _pair(word: str, where: str) -> tuple[str, str]:
     return name, value
 
 
-def misleads(name: str) -> bool:
+def is_of_agent(name: str) -> bool:
     """Whether a host's variable describes the agent to a rank that would take it for itself."""
     return name in OF_LOGIN or STEP.fullmatch(name) is not None
 
 
-def direct(environment: Mapping[str, str]) -> dict[str, str]:
+def proxy_bypass(environment: Mapping[str, str]) -> dict[str, str]:
     """The variable by which a rank reaches jax's coordinator without the proxy in its environment; {} without one.
 
     gRPC reads `no_grpc_proxy` in place of `no_proxy`, and neither in capitals.

@@ -123,7 +123,7 @@ def host_checks() -> Any:
 
 
 SCALE_ENV = "ROXXEL_TIME_SCALE"
-"""For the tests of this package alone: `launch` scales the limits of a job by it, so that tests wait less."""
+"""A variable for the tests of this package alone: `launch` scales the limits of a job by it, so that they wait less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +136,14 @@ class Limits:
     checks_s: float = 0.5
     """An answer about checks that still run on a host: its agent sends nothing else meanwhile."""
     heartbeat_s: float = 0.5
-    """Between the heartbeats that a controller sends its agents."""
+    """The pause between the heartbeats that a controller sends its agents."""
     report_s: float = 0.5
-    """Between the reports of an agent on its ranks, which are its heartbeats too."""
+    """The pause between the reports of an agent on its ranks, which are its heartbeats too."""
     dump_s: float = 1.25
     """The answer of ranks that are asked for their stacks, before one is taken for dead."""
     quiet_s: float = 2.0
-    """With an older last message a host's ranks are not blamed for a hang, and it gets no heartbeat: it receives
-    nothing much later than it sent something."""
+    """The age of a host's last message from which on its ranks are not blamed for a hang, and it gets no heartbeat: it
+    receives nothing much later than it sent something."""
     slack_s: float = 2.0
     """An agent that has stopped is killed by its guard so much later than it would have ended by itself."""
     gone_s: float = 2.5
@@ -153,13 +153,14 @@ class Limits:
     linger_s: float = 3.0
     """A client whose program has ended, before it is killed: srun takes a moment."""
     common_s: float = 3.0
-    """If for longer no host is known to have received a heartbeat, the ranks of all may have a lease (`HostLease`)."""
+    """The longest time in which no host is known to have received a heartbeat, before the ranks of all may have a lease
+    (`HostLease`)."""
     members_s: float = 4.0
-    """For the hangs that the launchers of other hosts find (`launch member`)."""
+    """The wait for the hangs that the launchers of other hosts find (`launch member`)."""
     still_s: float = 5.0
     """A controller that did not look for longer was stopped itself: its clocks begin again."""
     look_s: float = 5.0
-    """Between two looks at a host that the job goes on without, at first."""
+    """The pause between two looks at a host that the job goes on without, at first."""
     usage_s: float = 5.0
     """The other ranks, after a configuration error, so that the rank that prints it (rank 0) comes to it as well: on a
     busy machine ranks start seconds apart."""
@@ -207,7 +208,7 @@ class Limits:
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     @classmethod
-    def received(cls, values: Mapping[str, Any]) -> "Limits":
+    def from_message(cls, values: Mapping[str, Any]) -> "Limits":
         """The limits that a launcher has sent; what one of another version does not name has its default."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: float(value) for name, value in values.items() if name in names})
@@ -308,7 +309,7 @@ class JobSpec(MemberOptions, HostOptions, JobOptions):
     run_id: str
     """Names the run directory; see `new_run_id`."""
     log_dir: Path
-    """Where `rank-N.log` go; see `log_dir_for`."""
+    """The folder of `rank-N.log`; see `log_dir_for`."""
     first_attempt: int = 0
     """How often this run was launched before; not 0: its ranks resume."""
     env: Mapping[str, str] = field(default_factory=dict)

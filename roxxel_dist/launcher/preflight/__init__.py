@@ -1,1 +1,1 @@
-"""Before a job starts: what the hosts say of themselves, checks of it, and the choice of hosts."""
+"""Preflight: what the hosts say of themselves before a job starts, and checks of it."""

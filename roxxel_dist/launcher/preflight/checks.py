@@ -19,7 +19,7 @@ Hosts = Mapping[str, HostInfo]
 
 MIN_FREE_BYTES, ADVISED_FREE_BYTES = 1 << 18, 2 << 30
 MUST_MATCH = ("jax", "jaxlib")
-"""Not roxxel-dist: ranks compare the code that they import, and an editable install has one version for ever."""
+"""Packages that must be equal. Not roxxel-dist: ranks compare the code that they import."""
 MAX_NAMES = 8
 """Hosts that a text names; of more it gives ranges, as in `h[001-192]`, and the count."""
 MOST_ALIKE = 3
@@ -49,7 +49,7 @@ class Requirements:
     """Needs of a job on its hosts."""
 
     run_dir: str | None = None
-    """Where the hosts write; None where they do not."""
+    """The folder that the hosts write to; None where they do not."""
     shared: bool = False
     """Whether all hosts must see the same run directory."""
     data_path: str | None = None
@@ -60,7 +60,7 @@ class Requirements:
     platforms: str | None = None
     """JAX_PLATFORMS, where the job sets it."""
     jax: Mapping[str, str] | None = None
-    """Of a job that uses jax: the variables that it sets of those that decide which devices jax makes."""
+    """The variables by which a job decides which devices jax makes; None for a job that does not use jax."""
     distinct: bool = False
     """Whether no two hosts may be the same machine, or the same container of it."""
     compare: bool = True
@@ -94,7 +94,7 @@ class CheckResult:
     hosts: tuple[str, ...]
     text: str
     groups: tuple[tuple[str, ...], ...] = ()
-    """Where hosts were compared: those that agree with each other."""
+    """The groups of hosts that agree with each other, where they were compared."""
     suspect: bool = False
     """Another host is better than this one, also where it is no error."""
 
@@ -117,7 +117,7 @@ class CheckResult:
         return everyone - set(self.groups[known.index(max(known))])
 
 
-def each_wrong(hosts: Iterable[str], wrong: Collection[str]) -> tuple[tuple[str, ...], ...]:
+def blame_each(hosts: Iterable[str], wrong: Collection[str]) -> tuple[tuple[str, ...], ...]:
     """The groups of a finding by which each of some hosts is wrong, and the others are right."""
     some = {*wrong}
     return (tuple(host for host in hosts if host not in some), *((host,) for host in wrong))
@@ -125,13 +125,13 @@ def each_wrong(hosts: Iterable[str], wrong: Collection[str]) -> tuple[tuple[str,
 
 def run_checks(requirements: Requirements, hosts: Hosts) -> list[CheckResult]:
     """The findings that need no further question."""
-    checks = [_devices, _jax, tpu_locks, _disk, _versions, _data, _one_machine]
+    checks = [_devices, _jax, tpu_lock_findings, _disk, _versions, _data, _one_machine]
     if not are_one_machine(hosts):
-        checks.append(own_names)
+        checks.append(name_findings)
     return [result for check in checks for result in check(requirements, hosts)]
 
 
-def named(hosts: Sequence[str]) -> str:
+def fold(hosts: Sequence[str]) -> str:
     """Host names for a text."""
     parts = ranges(hosts) if len(hosts) > MAX_NAMES + 1 else [(host, 1) for host in hosts]
     shown = parts if len(parts) <= MAX_NAMES + 1 else parts[:MAX_NAMES]
@@ -169,7 +169,7 @@ def _folded(first: Sequence[str], last: Sequence[str], place: int) -> tuple[str,
     return "".join([*first[:place], numbers, *first[place + 1 :]]), int(last[place]) - int(first[place]) + 1
 
 
-def once(findings: Iterable["CheckResult"]) -> list[tuple[Level, str, str]]:
+def merge_alike(findings: Iterable["CheckResult"]) -> list[tuple[Level, str, str]]:
     """Level, check and text of findings for people: what many hosts have alike is said of the first of them."""
     causes: dict[tuple[object, ...], list[CheckResult]] = {}
     for result in findings:
@@ -179,7 +179,7 @@ def once(findings: Iterable["CheckResult"]) -> list[tuple[Level, str, str]]:
     rows: list[CheckResult] = []
     for alike in causes.values():
         if len(alike) > MOST_ALIKE and not alike[0].groups:
-            others = named([result.hosts[0] for result in alike[1:]])
+            others = fold([result.hosts[0] for result in alike[1:]])
             rows.append(replace(alike[0], text=f"{alike[0].text}; the same on {others}"))
         else:
             rows += alike
@@ -210,7 +210,7 @@ def _same(
     """Whether all hosts have the same value."""
     if len(groups) == 1:
         return CheckResult("ok", check, tuple(hosts), f"{what}: {next(iter(groups))}")
-    values = "; ".join(f"{'none' if value is None else value} on {named(names)}" for value, names in groups.items())
+    values = "; ".join(f"{'none' if value is None else value} on {fold(names)}" for value, names in groups.items())
     alike = tuple(tuple(names) for names in groups.values())
     return CheckResult(level, check, tuple(hosts), f"{what} differs: {values}; {fix}", alike)
 
@@ -237,10 +237,10 @@ def _jax(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     """Hosts on which jax cannot make the devices that the job asks for."""
     for why, names in _groups(hosts, lambda info: info.get("no_devices")).items():
         if why is not None:
-            yield CheckResult("error", "jax", tuple(names), f"{named(names)}: {why}")
+            yield CheckResult("error", "jax", tuple(names), f"{fold(names)}: {why}")
 
 
-def tpu_locks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
+def tpu_lock_findings(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     """Findings about libtpu's lock, for a job that uses TPUs: it asks for them, or a host has some and jax finds them.
 
     Elsewhere another program may hold the lock, such as one that compiles for TPUs.
@@ -274,7 +274,7 @@ def _disk(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
         yield CheckResult(level, "disk", (host,), f"{host}: {text}")
     if places:
         least = min(places.values(), key=lambda place: place["free"])
-        text = f"{least['path']} can be written on {named(list(places))}; at least {size(least['free'])} free"
+        text = f"{least['path']} can be written on {fold(list(places))}; at least {size(least['free'])} free"
         yield CheckResult("ok", "disk", tuple(places), text)
 
 
@@ -305,7 +305,7 @@ def _data(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     other = f"it is text there, and tokens on {first}"
     for why, names in _groups(data, lambda info: other if info.get("text") else info.get("why")).items():
         if why is not None:
-            text = f"{named(names)}: the data {path} cannot be read ({why}); put it there, or name another path"
+            text = f"{fold(names)}: the data {path} cannot be read ({why}); put it there, or name another path"
             yield CheckResult("error", "data", tuple(names), text)
     data = {host: info for host, info in data.items() if "fingerprint" in info}
     if data:
@@ -322,16 +322,16 @@ def _one_machine(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResu
     for machine, names in _groups(hosts, lambda info: info["machine"]).items():
         for same in twins.get(machine, ()):
             text = (
-                f"{named(same)} are one machine: the same one answers for each. Name each machine once, and see that "
+                f"{fold(same)} are one machine: the same one answers for each. Name each machine once, and see that "
                 f"what reaches them (--via, a ProxyCommand) leads to each; {ALLOWED}"
             )
             yield CheckResult("error", "machine", tuple(same), text)
         if len(names) > 1 and machine not in twins:
-            text = f"{named(names)} are one machine: their ranks share its devices; name each machine once"
+            text = f"{fold(names)} are one machine: their ranks share its devices; name each machine once"
             yield CheckResult("warning", "host", tuple(names), text)
 
 
-def launchers(hosts: Sequence[str]) -> Iterator[CheckResult]:
+def launcher_findings(hosts: Sequence[str]) -> Iterator[CheckResult]:
     """Problems with hosts that are the launcher's own machine, or container, and have none of its names."""
     for host in hosts:
         text = (
@@ -353,7 +353,7 @@ def rank_address(info: HostInfo) -> str | None:
     return None if address is None or is_loopback(address) else address
 
 
-def twins(hosts: Hosts) -> dict[str, list[str]]:
+def find_twins(hosts: Hosts) -> dict[str, list[str]]:
     """Hosts of several machines whose own names mean one address, so that it leads to none of them; by host, all that
     have it."""
     found: dict[str, list[str]] = {}
@@ -363,10 +363,10 @@ def twins(hosts: Hosts) -> dict[str, list[str]]:
     return found
 
 
-def own_names(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
+def name_findings(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     """Problems with hosts' own names: on CPU a rank sends the others the address that its host's name resolves to."""
 
-    good, same = [], twins(hosts)
+    good, same = [], find_twins(hosts)
     for host, info in hosts.items():
         name, addresses, address = info["name"], info["resolves"], rank_address(info)
         if address and host not in same:
@@ -375,7 +375,7 @@ def own_names(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]
         if address:
             others = (other for other in same[host] if hosts[other]["machine"] != info["machine"])
             to = (
-                f"resolves to {address}, as that of {named(list(islice(others, MAX_NAMES)))} does there, so that "
+                f"resolves to {address}, as that of {fold(list(islice(others, MAX_NAMES)))} does there, so that "
                 "nobody finds the other"
             )
         elif not addresses:
@@ -390,5 +390,5 @@ def own_names(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]
         yield CheckResult(level, "name", (host,), text)
     if good:
         pairs = [f"{hosts[host]['name']} is {rank_address(hosts[host])}" for host in good]
-        text = f"own names mean addresses of their hosts: {named(pairs)}"
+        text = f"own names mean addresses of their hosts: {fold(pairs)}"
         yield CheckResult("ok", "name", tuple(good), text)

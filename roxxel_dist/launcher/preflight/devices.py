@@ -1,28 +1,17 @@
-"""Are the accelerators of the hosts right, and as fast as the others? What to ask of which host, and the judgement.
+"""Are the accelerators of the hosts right, and as fast as the others? The judgement of what was measured.
 
 A device is slow if its best time is larger than `FACTOR` times the median of the others of its kind, on whatever host,
-and stays so when it is measured again. It is wrong if a sum of integers is not exact. Hosts whose devices did not pass
-are remembered for a day, so that the next jobs of this user do without them: a file for each, in a folder for each
-cluster, beside the index of jobs. What cannot be written is not remembered.
+and stays so when it is measured again. It is wrong if a sum of integers is not exact.
 """
 
-import json
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from glob import glob
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, unquote
 
 from roxxel_dist.launcher.host.protocol import Message
-from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.spec import DeviceCheckMode, JobSpec
-from roxxel_dist.launcher.preflight.checks import CheckResult, Questions, named
-from roxxel_dist.process.durable import state_dir, write_file
+from roxxel_dist.launcher.preflight.checks import CheckResult, Level, Questions, fold
 from roxxel_dist.process.exit_codes import pip_install
 
 FACTOR, FACTOR_OF_CPU = 1.5, 4.0
@@ -30,11 +19,7 @@ FACTOR, FACTOR_OF_CPU = 1.5, 4.0
 ROUNDS = 3
 """How often a host that looks slow is measured, and those that it is compared with; the best times count. It looks slow
 from half of what `FACTOR` adds: other programs may have disturbed those that it is compared with."""
-NAMES = {
-    "product": "a product of matrices",
-    "copy": "a copy in its memory",
-    "sum": "a sum over a host's devices",
-}
+NAMES = {"product": "a product of matrices", "copy": "a copy in its memory", "sum": "a sum over a host's devices"}
 DEVICE, COMMAND, VENDOR = "device", "preflight", "driver"
 """The names of the checks."""
 
@@ -54,127 +39,6 @@ class Measured:
         """Keep the better time of each work."""
         for key, value in other.times.items():
             self.times[key] = min(value, self.times.get(key, value))
-
-
-@dataclass(kw_only=True)
-class DeviceChecks:
-    """The checks of accelerators of one job, from one attempt to the next.
-
-    Args:
-        mode: whether devices are checked; auto: those of hosts with GPUs or TPUs.
-        command: the user's command, which runs on each host, if there is one.
-        pending: hosts that are to be checked before they start.
-        env: variables of the programs on the hosts.
-        simulated: devices of a host, where they are simulated.
-    """
-
-    mode: DeviceCheckMode
-    command: str | None
-    pending: set[str]
-    env: Mapping[str, str] = field(default_factory=dict)
-    simulated: int | None = None
-    lists: bool = False
-    """Whether jax makes its devices on each host, also on those whose devices are not checked."""
-    measured: dict[str, Measured] = field(default_factory=dict)
-    """By host: the next ones are compared with them."""
-    failed: dict[str, list[CheckResult]] = field(default_factory=dict)
-    """What was found on hosts that did not pass."""
-    passed: set[str] = field(default_factory=set)
-    """Hosts that passed in this process."""
-
-    @property
-    def asks_anything(self) -> bool:
-        """Whether any host can be asked something. On this machine that is known before."""
-        return bool(self.pending) and (self.mode != "off" or self.command is not None)
-
-    def question(self, host: str) -> dict[str, Any] | None:
-        """The question to a host; None if there is none."""
-        if not self.asks_anything or host not in self.pending:
-            return None
-        asked = {"mode": self.mode, "command": self.command, "env": dict(self.env), "devices": self.simulated}
-        return asked | ({"lists": True} if self.lists and self.mode != "off" else {})
-
-    def needed_by(self, infos: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Whether there is anything to say of these hosts, of which some run their checks."""
-        return any(infos[host].get("checks") or host in self.failed for host in infos)
-
-    def check(self, questions: Questions, hosts: Sequence[str], started: Sequence[str]) -> list[CheckResult]:
-        """Check these hosts; `started`: those that run their checks by now."""
-        answers = collect(questions, started)
-        results: dict[str, list[CheckResult]] = {host: [] for host in started}
-        for host, answer in answers.items():
-            results[host] += _of_command(host, answer) + _of_vendor(host, answer)
-            if why := answer.get("devices", {}).get("why"):
-                results[host].append(_broken(host, why))
-            elif "devices" in answer:
-                results[host] += _unused(host, answer["devices"])
-                if "devices" in answer["devices"]:
-                    self.measured[host] = figures(answer["devices"])
-                    results[host] += _wrong(host, answer["devices"])
-        for result in unlike(self.measured, list(answers)):
-            results[result.hosts[0]].append(result)
-        measured = [host for host in answers if host in self.measured and not results[host]]
-        for host, found in self._slow(questions, measured).items():
-            results[host] += found
-        if not self.lists:
-            _excuse_all(results, answers)
-        for host in answers:
-            self.pending.discard(host)
-            if any(result.suspect for result in results[host]):
-                self.failed[host] = results[host]
-                self.measured.pop(host, None)
-            else:
-                self.failed.pop(host, None)
-                self.passed.add(host)
-        known = [result for host in hosts if host not in results for result in self.failed.get(host, ())]
-        found = [result for host in results for result in results[host]]
-        good = [host for host in measured if not results[host]]
-        listed = _listed(answers) if self.lists else []
-        return [*found, *known, *listed, *([self._good(good)] if good else [])]
-
-    def _slow(self, questions: Questions, hosts: Sequence[str]) -> dict[str, list[CheckResult]]:
-        """The slow devices of these hosts, which are all measured again before one of them is named."""
-        doubtful = self._suspects(hosts, 0.5)
-        for _ in range(ROUNDS - 1):
-            if not doubtful:
-                break
-            asked = {"mode": "on", "command": None, "env": dict(self.env), "devices": self.simulated}
-            replies = questions.ask({host: {"ask": "checks", "checks": asked} for host in hosts})
-            for host, answer in collect(questions, list(replies)).items():
-                if answer.get("devices", {}).get("devices"):
-                    self.measured[host].merge(figures(answer["devices"]))
-            doubtful = self._suspects(list(doubtful), 0.5)
-        return self._suspects(list(doubtful))
-
-    def _suspects(self, hosts: Sequence[str], part: float = 1.0) -> dict[str, list[CheckResult]]:
-        return slow_devices(hosts, self.measured, part)
-
-    def _good(self, hosts: Sequence[str]) -> CheckResult:
-        times = [self.measured[host].times for host in hosts]
-        worst = {
-            work: max((value for one in times for (_, name), value in one.items() if name == work), default=0.0)
-            for work in NAMES
-        }
-        count = sum(len({place for place, _ in one if place >= 0}) for one in times)
-        figures_of = ", ".join(f"{NAMES[work]} {value:.1f} ms" for work, value in worst.items() if value)
-        right = "1 device is right" if count == 1 else f"{count} devices are right, and alike"
-        text = f"{right}; the slowest: {figures_of}"
-        return CheckResult("ok", DEVICE, tuple(hosts), text)
-
-
-def checks_of(job: JobSpec, hosts: Sequence[str], working: int) -> DeviceChecks:
-    """The checks that a job asks of its hosts, of which so many work; all of them are to be checked."""
-    simulated = None if job.devices_per_proc is None else job.devices_per_proc * (job.nprocs // working)
-    env = {**({"JAX_PLATFORMS": "cpu"} if simulated else {}), **job.env}  # as that of a rank, beside the host's own
-    return DeviceChecks(mode=job.check_devices, command=job.preflight, pending={*hosts}, env=env, simulated=simulated)
-
-
-def is_wanted_here(checks: DeviceChecks | None) -> bool:
-    """Whether this machine has something to check."""
-    if checks is None or not checks.asks_anything:
-        return False
-    nodes = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
-    return checks.command is not None or checks.mode == "on" or any(map(glob, nodes))
 
 
 def collect(questions: Questions, hosts: Sequence[str]) -> dict[str, Message]:
@@ -200,7 +64,7 @@ def figures(answer: Mapping[str, Any]) -> Measured:
     return Measured(kind=(answer["platform"], answer["kind"], len(answer["devices"])), times=times)
 
 
-def unlike(measured: Mapping[str, Measured], hosts: Sequence[str]) -> Iterator[CheckResult]:
+def unlike_hosts(measured: Mapping[str, Measured], hosts: Sequence[str]) -> Iterator[CheckResult]:
     """The hosts on which jax finds fewer devices than on most hosts, or a CPU where most have another."""
     kinds = Counter(one.kind for one in measured.values())
     platform, kind, count = max(kinds, key=lambda key: (kinds[key], key[0] != "cpu", key[2]), default=("cpu", "", 1))
@@ -245,55 +109,39 @@ def _median_of_others(values: Sequence[float], value: float) -> float | None:
     return sum(middle) / len(middle) if middle else None
 
 
-def _wrong(host: str, answer: Mapping[str, Any]) -> list[CheckResult]:
-    texts = [
-        f"{host}: device {device['device']} is wrong in {NAMES[work]}: the result is not exact; do not use this host"
-        for device in answer["devices"]
-        for work in device["wrong"]
-    ]
-    return [CheckResult("error", DEVICE, (host,), text, suspect=True) for text in texts]
+def findings_of(host: str, answer: Mapping[str, Any]) -> list[CheckResult]:
+    """The findings in what a host's checks have found there, its times left out."""
+    found: list[tuple[Level, str, str, bool]] = []
+    if why := answer.get("command"):
+        found.append(("error", COMMAND, f"the command of --preflight {why}", True))
+    for level, text in answer.get("problems", ()):
+        found.append(("error" if level == "error" else "warning", VENDOR, text, level != "warning"))
+    devices = answer.get("devices", {})
+    if why := devices.get("why"):
+        found.append(("error", DEVICE, why, True))
+    if unused := devices.get("unused"):  # without a word of JAX_PLATFORMS
+        extra = pip_install("tpu" if "GPU" not in unused else "cuda12")
+        text = f"it has {unused}, and jax uses the CPU: {extra}, or set JAX_PLATFORMS=cpu if the CPU is meant"
+        found.append(("warning", DEVICE, text, False))
+    for device in devices.get("devices", ()):
+        for work in device["wrong"]:
+            text = f"device {device['device']} is wrong in {NAMES[work]}: the result is not exact; do not use this host"
+            found.append(("error", DEVICE, text, True))
+    return [CheckResult(level, check, (host,), f"{host}: {text}", suspect=bad) for level, check, text, bad in found]
 
 
-def _unused(host: str, answer: Mapping[str, Any]) -> list[CheckResult]:
-    """A warning where jax uses the CPU of a host that has accelerators, without a word of JAX_PLATFORMS."""
-    if not (unused := answer.get("unused")):
-        return []
-    extra = pip_install("tpu" if "GPU" not in unused else "cuda12")
-    text = f"{host}: it has {unused}, and jax uses the CPU: {extra}, or set JAX_PLATFORMS=cpu if the CPU is meant"
-    return [CheckResult("warning", DEVICE, (host,), text)]
-
-
-def _listed(answers: Mapping[str, Message]) -> list[CheckResult]:
+def devices_made(answers: Mapping[str, Message]) -> list[CheckResult]:
     """Which devices jax has made, on which hosts."""
     groups: dict[str, list[str]] = {}
     for host, answer in answers.items():
         if "count" in (found := answer.get("devices", {})):
             kind = "" if found["kind"] == found["platform"] else f" ({found['kind']})"
             groups.setdefault(f"jax makes {found['count']} {found['platform']} device(s){kind}", []).append(host)
-    return [CheckResult("ok", "jax", tuple(hosts), f"{text} on {named(hosts)}") for text, hosts in groups.items()]
+    return [CheckResult("ok", "jax", tuple(hosts), f"{text} on {fold(hosts)}") for text, hosts in groups.items()]
 
 
-def _broken(host: str, why: str) -> CheckResult:
-    return CheckResult("error", DEVICE, (host,), f"{host}: {why}", suspect=True)
-
-
-def _of_command(host: str, answer: Mapping[str, Any]) -> list[CheckResult]:
-    why = answer.get("command") or ""
-    text = f"{host}: the command of --preflight {why}"
-    return [CheckResult("error", COMMAND, (host,), text, suspect=True)] if why else []
-
-
-def _of_vendor(host: str, answer: Mapping[str, Any]) -> list[CheckResult]:
-    return [
-        CheckResult(
-            "error" if level == "error" else "warning", VENDOR, (host,), f"{host}: {text}", suspect=level != "warning"
-        )
-        for level, text in answer.get("problems", ())
-    ]
-
-
-def _excuse_all(results: dict[str, list[CheckResult]], answers: Mapping[str, Message]) -> None:
-    """Where the check of devices can run on no host, the check is to blame, and not the hosts: one warning."""
+def excuse_all(results: dict[str, list[CheckResult]], answers: Mapping[str, Message]) -> None:
+    """Blame the check of devices, and not the hosts, where it can run on none of them: one warning."""
     asked = [host for host, answer in answers.items() if "devices" in answer]
     broken = [host for host in asked if "why" in answers[host]["devices"]]
     if asked and broken == asked:
@@ -301,58 +149,3 @@ def _excuse_all(results: dict[str, list[CheckResult]], answers: Mapping[str, Mes
             results[host] = [result for result in results[host] if result.check != DEVICE]
         text = f"the devices could not be checked on any of {len(asked)} hosts: {answers[asked[0]]['devices']['why']}"
         results[asked[0]].append(CheckResult("warning", DEVICE, tuple(asked), text))
-
-
-FAILURE_KEPT_S = 24 * 3600.0
-ALL_HOSTS = "all"
-
-
-def _folder(backend: Backend) -> Path:
-    """That of the hosts of a cluster. Raises FileNotFoundError where this user has no home."""
-    kind = type(backend).__name__.removesuffix("Backend").lower()
-    return state_dir().parent / "failed-hosts" / (f"{kind}-{backend.cluster}" if backend.cluster else kind)
-
-
-def _file(backend: Backend, host: str) -> Path:
-    return _folder(backend) / f"{quote(host, safe='')}.json"
-
-
-def known_failures(backend: Backend) -> dict[str, str]:
-    """The hosts of a backend that failed within the last day, and why."""
-    found: dict[str, str] = {}
-    for host in backend.hosts:
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            value = json.loads(_file(backend, host).read_text(encoding="utf-8"))
-            if 0 <= time.time() - float(value["time"]) < FAILURE_KEPT_S:
-                found[host] = str(value["why"])
-    return found
-
-
-def remember_failure(backend: Backend, host: str, why: str) -> None:
-    """Note that a host failed now. There is nothing to remember of this machine: it has no other in its place."""
-    if backend.is_local:
-        return
-    with suppress(OSError):
-        path = _file(backend, host)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_file(path, json.dumps({"time": time.time(), "why": why}) + "\n", sync=False)
-
-
-def forget_failures(backend: Backend, hosts: Sequence[str]) -> None:
-    """Note that hosts are good again."""
-    for host in hosts:
-        with suppress(OSError):
-            _file(backend, host).unlink()
-
-
-def forget_failures_of_user(names: Sequence[str]) -> list[str]:
-    """Forget hosts of every cluster, or all hosts; returns those that were known."""
-    gone: list[str] = []
-    with suppress(FileNotFoundError):
-        for path in sorted((state_dir().parent / "failed-hosts").glob("*/*.json")):
-            host = unquote(path.stem)
-            if host in names or list(names) == [ALL_HOSTS]:
-                with suppress(OSError):
-                    path.unlink()
-                    gone.append(host)
-    return gone

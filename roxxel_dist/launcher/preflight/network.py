@@ -1,4 +1,4 @@
-"""Where do the ranks of several hosts find each other, and does every host reach the others there?
+"""The network of the hosts: where ranks find each other, and whether every host reaches the others there.
 
 A rank listens on a port that its kernel chooses: on CPU (Gloo) at the address that its host's own name means to the
 host, on GPUs at that of a network interface. Others connect to it, in both directions. Rank 0 has the coordinator too.
@@ -18,15 +18,15 @@ from roxxel_dist.launcher.preflight.checks import (
     Level,
     Questions,
     Requirements,
-    each_wrong,
-    named,
+    blame_each,
+    find_twins,
+    fold,
     needs_own_names,
     rank_address,
-    twins,
 )
 
 ALL_PAIRS = 16
-"""Of so many hosts every pair is tried; of more, each host and those 1, 2, 4, 8, … places before and behind it."""
+"""The most hosts of which every pair is tried; of more, each and those 1, 2, 4, 8, … places before and behind it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class NoRoute:
     place: Endpoint
     why: str
     size: int = 0
-    """Of the packets that do not get there, where smaller ones do."""
+    """The size of packets that do not get there, where smaller ones do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,11 @@ class Addresses:
     """Addresses at which hosts may listen, so that others reach them."""
 
     coordinators: Sequence[str]
-    """For the coordinator, on the first host; the best one first."""
+    """Addresses of the first host for the coordinator; the best one first."""
     ranks: Mapping[str, str] = field(default_factory=dict)
-    """For the ranks of each host; none where all hosts are one machine."""
+    """The address of each host for its ranks; none where all hosts are one machine."""
     routes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """From which a host's packets go to another one."""
+    """The addresses from which a host's packets go to another one."""
 
 
 def addresses(questions: Questions, requirements: Requirements, hosts: Hosts) -> Addresses:
@@ -80,7 +80,7 @@ def addresses(questions: Questions, requirements: Requirements, hosts: Hosts) ->
         asked[host] = {"ask": "addresses", "towards": [name for name in towards if name]}
     routes = {host: reply.get("addresses", []) for host, reply in questions.ask(asked).items()}
     ranks: dict[str, str] = {}
-    same = twins(hosts)
+    same = find_twins(hosts)
     for host, info in hosts.items():
         own = rank_address(info) if needs_own_names(requirements, info) else next(iter(routes.get(host, [])), None)
         if own is not None and host not in same:
@@ -127,7 +127,7 @@ def check_network(
     failures, slowest, tried = _try(questions, places, list(hosts), nonce)
     coordinator, results, said = _coordinator(places, failures, hosts, addresses, port)
     if not results and tried >= set(others):
-        reached = f", reached from {named(others)} within {slowest:.1f} ms" if others else ""
+        reached = f", reached from {fold(others)} within {slowest:.1f} ms" if others else ""
         results = [CheckResult("ok", "port", tuple(hosts), f"{first} listens on {coordinator}{reached}")]
     rest = [one for one in failures if not one.place.is_coordinator]
     rest = [one for one in rest if port or one.place.host != first or one.source not in said]  # said already
@@ -135,7 +135,7 @@ def check_network(
     if ranks and not more and not said and set(ranks) == set(hosts):
         among = "each of these reaches the others" if len(hosts) <= ALL_PAIRS else "these reach each other in a sample"
         pairs = [f"{host} ({ranks[host]})" for host in hosts]
-        text = f"{among} at free ports, as ranks do: {named(pairs)}"
+        text = f"{among} at free ports, as ranks do: {fold(pairs)}"
         more = [CheckResult("ok", "network", tuple(hosts), text)]
     return coordinator.address, coordinator.port, results + more
 
@@ -211,9 +211,9 @@ def _describe(failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, p
             results += [CheckResult(level, check, blamed, text()) for blamed, _, text in found]
             continue
         every = tuple(host for host in hosts if host in some)
-        text = f"{found[0][2]()}; the same with other hosts: in all with {named(every)}"
+        text = f"{found[0][2]()}; the same with other hosts: in all with {fold(every)}"
         certain = {host for blamed, _, _ in found if len(blamed) == 1 for host in blamed}
-        groups = each_wrong(hosts, certain) if 2 * len(certain) < len(hosts) else ()  # else it is no fault of theirs
+        groups = blame_each(hosts, certain) if 2 * len(certain) < len(hosts) else ()  # else it is no fault of theirs
         results.append(CheckResult(level, check, every, text, groups))
     return results
 
@@ -252,9 +252,9 @@ def _text(failures: Sequence[NoRoute], hosts: Hosts, addresses: Addresses, port:
     to_one = len({one.place.host for one in failures}) == 1
     if to_one:
         verb = "does" if len(sources) == 1 else "do"
-        head = f"{named(sources)} {verb} not reach {place.host} at {place}"
+        head = f"{fold(sources)} {verb} not reach {place.host} at {place}"
     else:
-        head = f"{sources[0]} does not reach {named([f'{one.place.host} at {one.place}' for one in failures])}"
+        head = f"{sources[0]} does not reach {fold([f'{one.place.host} at {one.place}' for one in failures])}"
     info = hosts[place.host]
     whys = dict.fromkeys(_reason(one.why) for one in failures)
     routes = addresses.routes.get(place.host, [])
@@ -280,7 +280,7 @@ def _text_of_lost(host: str, failures: Sequence[NoRoute]) -> str:
     address = one.place.address
     ping = f"ping -M do -s {one.size - (48 if ':' in address else 28)} {address}"
     return (
-        f"packets of full size ({one.size} bytes) are lost between {host} and {named(list(others))} ({one.why}): give "
+        f"packets of full size ({one.size} bytes) are lost between {host} and {fold(list(others))} ({one.why}): give "
         f"their interfaces one MTU that all of the path carries (`{ping}` on {one.source} fails until then), or have "
         "firewalls pass ICMP's `fragmentation needed`"
     )

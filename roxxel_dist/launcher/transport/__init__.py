@@ -1,1 +1,1 @@
-"""Between the controller and a program on a host: messages, one connection, all connections."""
+"""Links between the controller and programs on hosts: messages, one connection, all connections."""

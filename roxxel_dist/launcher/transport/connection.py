@@ -18,12 +18,12 @@ from roxxel_dist.launcher.host.process_tree import die_with_parent
 from roxxel_dist.launcher.host.protocol import LIMITS, NONCE, Decoder, Message, Outbox
 from roxxel_dist.launcher.job.backend import RemoteProcess
 from roxxel_dist.launcher.job.spec import Limits
-from roxxel_dist.launcher.output import LineSplitter, shortened
+from roxxel_dist.launcher.output import LineSplitter, shorten
 from roxxel_dist.process.exit_codes import UserError
 
 CHUNK = 1 << 20
 STDERR_LINES = 100
-"""Of a program's stderr so many lines are kept, to show why it ended."""
+"""Lines of a program's stderr that are kept, to show why it ended."""
 ASKED = re.compile(r"\bask:[a-z]")
 """What a shell that reads a question as a command names in its error, without quotes and perhaps without braces."""
 ASIDE = re.compile(
@@ -118,9 +118,9 @@ class HostConnection:
     limits: Limits = field(default_factory=Limits)
     ranks: list[int] = field(default_factory=list)
     last_seen: float = field(default_factory=time.monotonic)
-    """When the last message of the program came, by the launcher's clock."""
+    """The time of the program's last message, by the launcher's clock."""
     echoed: float = 0.0
-    """When the newest heartbeat was sent that the program has acknowledged, by the launcher's clock."""
+    """The time of the newest heartbeat that the program has acknowledged, by the launcher's clock."""
     leased: bool = False
     """Whether its ranks may have a lease: for some time no host is known to have received from the launcher."""
     ready: bool = False
@@ -140,7 +140,7 @@ class HostConnection:
     answered: int = 0
     """That of the last question that it has answered."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    """With which its messages begin."""
+    """The letters with which its messages begin."""
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
     """The last lines of its stderr: those of ssh, or of a program that could not start."""
 
@@ -183,7 +183,7 @@ class HostConnection:
     def last_words(self) -> str:
         """The last line of a program that runs and does not answer, for a message."""
         line = self.last_error or self.decoder.noise
-        return f" (its last line: {shortened(line)})" if line else ""
+        return f" (its last line: {shorten(line)})" if line else ""
 
     @property
     def last_error(self) -> str:

@@ -21,14 +21,14 @@ from roxxel_dist.launcher.transport.connection import (
     CHUNK,
     HostConnection,
     question_in,
-    shortened,
+    shorten,
 )
 from roxxel_dist.process.exit_codes import EXIT_NOT_STARTED, EXIT_PREFLIGHT, OK_CODES, UserError
 
 PROBE_END_S = 2.0
 """How long a program without ranks may take to end."""
 LOOK_S = 0.05
-"""Between two looks at clients that are about to end."""
+"""Seconds between two looks at clients that are about to end."""
 EXIT_HOST_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
 
@@ -79,6 +79,8 @@ class HostPool:
         self._kill_by: float | None = None
         self._looked = 0.0
         self._lease_s: float | None = None
+        self.woken: bool = False
+        """Whether `wake` could be read when it was looked at last."""
 
     def __enter__(self) -> Self:
         return self
@@ -113,12 +115,10 @@ class HostPool:
 
     def is_woken(self, wait_s: float) -> bool:
         """Take what comes within so many seconds while no rank runs; whether `wake` was among it."""
-        woken = False
         for link, event in self.ready(wait_s):
-            woken = woken or link is None
-            if link is not None and isinstance(event, Exception):
+            if isinstance(event, Exception):
                 self.forget(link)
-        return woken
+        return self.woken
 
     def connect(self, host: str) -> HostConnection:
         """The program on a host, which is started where it does not run. Raises OSError where it cannot be."""
@@ -143,10 +143,9 @@ class HostPool:
 
     def reach_anew(self) -> None:
         """Let go of hosts that were lost, or have not answered: the next question, or start, connects to them again."""
-        while events := [(link, event) for link, event in self.ready(0) if link is not None]:
-            for link, event in events:
-                if isinstance(event, Exception):
-                    self.forget(link)
+        while events := list(self.ready(0)):
+            for link in (link for link, event in events if isinstance(event, Exception)):
+                self.forget(link)
         self.disconnect([link for link in self.all if link.lost])
 
     def disconnect(self, links: Sequence[HostConnection]) -> None:
@@ -268,8 +267,6 @@ class HostPool:
         A message of an agent, its loss, or a line for the user.
         """
         for link, event in self.ready(min(wait_s, LOOK_S) if self._leaving else wait_s):
-            if link is None or event is None:
-                continue
             self._take_pause(time.monotonic())
             if isinstance(event, Exception) and link.done:  # after its work: the next attempt reaches it again
                 self.forget(link)
@@ -316,19 +313,20 @@ class HostPool:
             case _:
                 pass
 
-    def ready(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | str | Exception] | tuple[None, None]]:
-        """The events that arrive together, after waiting for at most `wait_s` seconds; (None, None) for `wake`.
+    def ready(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | str | Exception]]:
+        """The events that arrive together, after waiting for at most `wait_s` seconds, or until `wake` can be read.
 
         A message, a line of stderr, EOFError if a program has ended, or closed its stdout, ValueError for an invalid
         message.
         """
+        self.woken = False
         for link in tuple(self._backlog):
             if not link.lost and link.order_fd not in self._select.get_map():
                 self._select.register(link.order_fd, selectors.EVENT_WRITE, link)
         for key, _ in self._select.select(wait_s):
             link: HostConnection | None = key.data
             if link is None:
-                yield None, None
+                self.woken = True
             elif key.fd not in self._select.get_map():  # lost by the event before
                 continue
             elif key.fd == link.order_fd:
@@ -374,7 +372,7 @@ class HostPool:
     def _ended(self, link: HostConnection) -> HostLost:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
         code = link.end(0.0)
-        reason = f": {shortened(link.last_error)}" if link.last_error else ""
+        reason = f": {shorten(link.last_error)}" if link.last_error else ""
         is_broken = link.gone is None and self.backend.is_broken_link(code)
         code = code if link.gone is None else link.gone
         if 128 < code < 128 + signal.NSIG:  # of a guard, whose agent ended by a signal

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import PROGRAM_FIX, Backend
-from roxxel_dist.launcher.policy.outcome import how
-from roxxel_dist.launcher.policy.restart import backoff
-from roxxel_dist.launcher.transport.connection import DENIED, KEY_COMMAND, PLUGIN, HostConnection, NearEnd, shortened
-from roxxel_dist.launcher.transport.pool import PROBE_END_S, HostPool
+from roxxel_dist.launcher.policy.outcome import backoff, how
+from roxxel_dist.launcher.transport.connection import DENIED, KEY_COMMAND, PLUGIN, HostConnection, NearEnd, shorten
+from roxxel_dist.launcher.transport.pool import LOOK_S, PROBE_END_S, HostPool
 from roxxel_dist.process.process_stat import SESSION, processes
 
 FIRST_ROOM, AT_ONCE = 32, 512
@@ -31,7 +30,7 @@ REFUSALS = 8
 LEAVE_S = 0.3
 """How long a program that does not answer as an agent does may take to end by itself, before its client is killed."""
 CHANGED = "HAS CHANGED"
-"""In what ssh says of a host key that is another one than in known_hosts."""
+"""Words of ssh about a host key that is another one than in known_hosts."""
 EXIT_KILLED = 137
 KILLED = "it was killed there: is memory short, or a limit of the container too low?"
 _numbers = itertools.count(1)
@@ -47,10 +46,10 @@ class Refusals:
     """The connections to a host that its server, or one on the way, has refused."""
 
     until: float
-    """When the host counts as unreachable, by the launcher's clock."""
+    """The time from which on the host counts as unreachable, by the launcher's clock."""
     count: int = 0
     again: float = 0.0
-    """When the next connection may begin."""
+    """The time from which on the next connection may begin."""
 
 
 @dataclass
@@ -64,8 +63,10 @@ class _Round:
     answers: dict[str, Message] = field(default_factory=dict)
     waiting: dict[HostConnection, float] = field(default_factory=dict)
     """Those that were asked, and until when they may answer, by the launcher's clock."""
+    leaving: dict[HostConnection, tuple[float, Exception]] = field(default_factory=dict)
+    """Those whose program has ended, until when their clients may stay, and how the end was seen."""
     refusals: dict[str, Refusals] = field(default_factory=dict)
-    """Of hosts that are to be reached once more."""
+    """The refusals of hosts that are to be reached once more."""
 
     def limit_of(self, link: HostConnection) -> float:
         """Seconds for an answer: an agent that has had ranks is connected."""
@@ -89,7 +90,7 @@ class HostQuestions:
         """The last question."""
 
     def ask(self, questions: Mapping[str, Message], limit_s: float | None = None) -> dict[str, Message]:
-        """Ask hosts, `AT_ONCE` at a time, and wait for all answers; `received` in each is the time here when it came.
+        """Ask hosts, `AT_ONCE` at a time, and wait for all answers.
 
         A host that does not answer within `limit_s` seconds (`Limits.answer_s`), or whose program ends, has no answer,
         and is in `unreachable`. An agent that has had ranks has `Limits.silent_s` at most, for it is connected.
@@ -101,7 +102,7 @@ class HostQuestions:
         limit_s = limits.answer_s if limit_s is None else limit_s
         unasked = deque(host for host in questions if host not in self.unreachable)
         turn = _Round(questions, limit_s, limits.silent_s, unasked)
-        while turn.unasked or turn.waiting or turn.refusals:
+        while turn.unasked or turn.waiting or turn.leaving or turn.refusals:
             now = time.monotonic()
             for host, refused in turn.refusals.items():
                 if refused.again <= now:
@@ -110,9 +111,12 @@ class HostQuestions:
             if self._has_room(turn):  # one in a turn: answers are not to wait for the start of others
                 self._ask_next(turn, now)
             for link, event in self._pool.ready(self._wait_s(turn)):
-                if link is None:
-                    raise Interrupted
                 self._take(turn, link, event)
+            if self._pool.woken:
+                raise Interrupted
+            for link, (end, event) in tuple(turn.leaving.items()):
+                if link.process.poll() is not None or time.monotonic() >= end:
+                    self._take_end(turn, link, event)
             self._give_up_the_late(turn)
         return {host: turn.answers[host] for host in questions if host in turn.answers}
 
@@ -138,32 +142,39 @@ class HostQuestions:
 
     def _wait_s(self, turn: _Round) -> float:
         ends = [*turn.waiting.values(), *(refused.again for refused in turn.refusals.values())]
+        if turn.leaving:  # no descriptor says that a client has ended
+            ends.append(time.monotonic() + LOOK_S)
         return 0.0 if self._has_room(turn) or not ends else max(0.0, min(ends) - time.monotonic())
 
-    def _take(self, turn: _Round, link: HostConnection, event: Message | str | Exception | None) -> None:
-        """Take in an answer, or the end of a program."""
-        if isinstance(event, Exception):
-            why = str(event) or _why_it_ended(link, self._pool.backend)
-            if link in turn.waiting and not link.ready and self._pool.backend.is_refusal(link.stderr):
-                refused = turn.refusals.setdefault(link.host, Refusals(turn.waiting.pop(link)))
-                if self._try_again(link, refused):
-                    return
-                why += f"; refused {refused.count} times: its server, or a bastion before it, takes fewer at once"
-                if self._pool.backend.is_by_ssh:
-                    why += f", or a ProxyCommand ends without a word (`ssh -v {link.host}` shows it)"
-            if not link.ready and self._pool.backend.is_starting(link.stderr):
-                self.starting.append(link.host)
-            if isinstance(event, ValueError):  # something runs there, perhaps an agent
-                link.hang_up()
-                link.wait(LEAVE_S)
-            self._give_up(link, why)
+    def _take(self, turn: _Round, link: HostConnection, event: Message | str | Exception) -> None:
+        """Take in an answer, or the end of a program, whose client may stay for a moment."""
+        if isinstance(event, ValueError) and link not in turn.leaving:  # something runs there, perhaps an agent
+            link.hang_up()
+            turn.leaving[link] = time.monotonic() + LEAVE_S, event
+        elif isinstance(event, Exception):
+            turn.leaving.setdefault(link, (time.monotonic() + PROBE_END_S, event))
         elif isinstance(event, dict) and "type" not in event and event.pop("id", None) == link.question:
-            turn.answers[link.host] = event | {"received": time.time()}
+            turn.answers[link.host] = event
             self._room += 1 / self._room if self._narrowed else 1  # a round later one more, or twice as many
-        else:
-            return
+            turn.refusals.pop(link.host, None)
+            turn.waiting.pop(link, None)
+
+    def _take_end(self, turn: _Round, link: HostConnection, event: Exception) -> None:
+        """Take in the end of a program and of its client: the host is reached anew, or has no answer."""
+        del turn.leaving[link]
+        backend, until = self._pool.backend, turn.waiting.pop(link, None)
+        why = str(event) or _why_it_ended(link, backend)
+        if until is not None and not link.ready and backend.is_refusal(link.stderr):
+            refused = turn.refusals.setdefault(link.host, Refusals(until))
+            if self._try_again(link, refused):
+                return
+            why += f"; refused {refused.count} times: its server, or a bastion before it, takes fewer at once"
+            if backend.is_by_ssh:
+                why += f", or a ProxyCommand ends without a word (`ssh -v {link.host}` shows it)"
+        if not link.ready and backend.is_starting(link.stderr):
+            self.starting.append(link.host)
         turn.refusals.pop(link.host, None)
-        turn.waiting.pop(link, None)
+        self._give_up(link, why)
 
     def _try_again(self, link: HostConnection, refused: Refusals) -> bool:
         """Take note of a refused connection; whether there is time for another one, after a pause of random length."""
@@ -178,7 +189,8 @@ class HostQuestions:
         return True
 
     def _give_up_the_late(self, turn: _Round) -> None:
-        for link in [link for link, end in turn.waiting.items() if time.monotonic() >= end]:
+        now = time.monotonic()
+        for link in [link for link, end in turn.waiting.items() if now >= end and link not in turn.leaving]:
             del turn.waiting[link]
             turn.refusals.pop(link.host, None)
             why = f"it did not answer within {turn.limit_of(link):g} s{link.last_words}: {_why_late(link)}"
@@ -212,7 +224,7 @@ def _why_silent(code: int | None, backend: Backend) -> str:
 
 def _why_it_ended(link: HostConnection, backend: Backend) -> str:
     """Why a program ended that should have answered: what its client said first, or last, with what to do."""
-    code = link.wait(PROBE_END_S)
+    code = link.wait(0.0 if link.process.poll() is None else LEAVE_S)
     first = link.first_causes
     why = first or link.last_error or link.decoder.noise or f"nothing was said: {_why_silent(code, backend)}"
     everything = "\n".join([*link.stderr, why])
@@ -228,7 +240,7 @@ def _why_it_ended(link: HostConnection, backend: Backend) -> str:
             hint = "the program that gives kubectl its credentials says so"
     elif not hint and code == EXIT_KILLED and why in (link.last_error, link.decoder.noise):
         hint = KILLED
-    return f"{shortened(why)}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"
+    return f"{shorten(why)}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"
 
 
 ESTABLISHED, SYN_SENT = 1, 2

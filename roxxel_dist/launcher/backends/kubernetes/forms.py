@@ -13,8 +13,8 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from roxxel_dist.launcher.policy.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, OF_THE_COMMAND, PREEMPTED
-from roxxel_dist.process.exit_codes import EXIT_HANG, EXIT_PREFLIGHT
+from roxxel_dist.launcher.policy.outcome import INFRASTRUCTURE, OF_THE_COMMAND, PREEMPTED
+from roxxel_dist.process.exit_codes import EXIT_GIVEN_UP, EXIT_HANG, EXIT_PREFLIGHT
 
 Plain = dict[str, Any]
 

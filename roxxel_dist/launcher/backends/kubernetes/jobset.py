@@ -28,12 +28,12 @@ SHM = "/dev/shm"
 LEAVE_S = 15
 """Seconds beyond the grace until Kubernetes kills a pod: the launcher's own end."""
 AMOUNT = re.compile(r"\d{1,15}(?:\.\d{1,9})?(?:[eE]\d{1,2}|m|k|[MGTPE]|[KMGTPE]i)?")
-"""Of a resource: a number, and a power of ten or of two."""
+"""The amount of a resource: a number, and a power of ten or of two."""
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 """What Kubernetes takes as names of jobs, and as those of claims and secrets."""
 MOST_LETTERS = 63 - len("-controller-0-0-abcde")
-"""Of a name, so that those of its pods are names of hosts too."""
+"""Letters of a name, so that those of its pods are names of hosts too."""
 TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 
 
@@ -137,10 +137,7 @@ class JobSetSpec:
                     f"{option} {name!r}: use at most {most} small letters, digits and -, a letter first and no - at "
                     "the end, as Kubernetes does"
                 )
-        for option, names in (
-            ("--secret", options.secret),
-            ("--volume", [claim for claim, _ in self.mounts]),
-        ):
+        for option, names in (("--secret", options.secret), ("--volume", [claim for claim, _ in self.mounts])):
             for name in names:
                 if not SUBDOMAIN.fullmatch(name) or len(name) > 253:
                     raise UserError(f"{option} {name!r}: use small letters, digits, - and . as Kubernetes does")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.new_job import job_of
-from roxxel_dist.launcher.host.probe import is_loopback, is_owned, resolved
+from roxxel_dist.launcher.host.probe import is_loopback, is_owned, resolve
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.output import info
 from roxxel_dist.process.exit_codes import EXIT_PREFLIGHT, UserError
@@ -27,7 +27,7 @@ VARIABLES: Mapping[str, tuple[str, ...]] = {
     "attempt": ("ROXXEL_RESTARTS",),
     "run_id": ("ROXXEL_RUN_NAME",),
 }
-"""Where a flag that is not given is looked for. None of them is one that a rank gets."""
+"""The variables of a flag that is not given. None of them is one that a rank gets."""
 DEFAULTS: Mapping[str, str | int | None] = {
     "hosts": 1,
     "index": 0,
@@ -206,7 +206,7 @@ def find_first(node: Node, limit_s: float, log: Callable[[str], None], pause: Ca
 
 def _look(node: Node) -> tuple[str, str]:
     """(where rank 0 is, or why that is not known)."""
-    addresses = resolved(node.first)
+    addresses = resolve(node.first)
     if not addresses:
         return "", f"--first {node.first}: no such name; a headless service or the hosts file must tell it"
     is_literal = node.first == "localhost" or node.first in addresses

@@ -202,7 +202,7 @@ THREADS = 32
 class RayBackend(base.Backend):
     """One agent a node, started by an actor in a placement group that spreads over `options.hosts` nodes.
 
-    Before it is `opened` it only describes what it would do. Then a host is called by the address of its node, and
+    Before it is `hold_nodes` it only describes what it would do. Then a host is called by the address of its node, and
     keeps that name: the next `start` replaces an actor that died, on the node to which Ray has moved its bundle.
 
     Args:
@@ -238,8 +238,8 @@ class RayBackend(base.Backend):
         self._closed = threading.Event()
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Connected, with the nodes held; at the end they are released, and whatever runs there ends.
+    def hold_nodes(self) -> Iterator[None]:
+        """A context that is connected and holds the nodes; at the end they are released, and whatever runs there ends.
 
         Raises:
             ValueError: Ray is not installed, or there is no token.
@@ -382,7 +382,7 @@ class Options(base.Options):
         with ExitStack() as stack:
             try:
                 with request.usage_errors():
-                    stack.enter_context(backend.opened())
+                    stack.enter_context(backend.hold_nodes())
             except cluster.ClusterError as problem:
                 info(str(problem))
                 return EXIT_PREFLIGHT

@@ -16,15 +16,14 @@ from signal import SIGTERM
 from typing import ClassVar
 
 from roxxel_dist.launcher.backends.slurm.grow import GrowJobs
-from roxxel_dist.launcher.control.jobs import header
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.control.supervisor import JobResult, supervise
 from roxxel_dist.launcher.host.command import answer_of
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.output import info
-from roxxel_dist.launcher.policy.restart import INFRASTRUCTURE, PREEMPTED, Decision
+from roxxel_dist.launcher.output import header, info
+from roxxel_dist.launcher.policy.outcome import INFRASTRUCTURE, PREEMPTED, Decision
 from roxxel_dist.launcher.transport.connection import start_near
 from roxxel_dist.process.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, SCHEDULER_SIGNALS, UserError
 
@@ -61,7 +60,7 @@ class SlurmBackend(base.Backend):
     runtime: str | None = None
     """What runs it: pyxis (a plugin of srun) or apptainer."""
     mounts: Sequence[str] = ()
-    """Of the container, beside the working directory, as `/path` or `/path:/inside`."""
+    """Folders for the container, beside the working directory, as `/path` or `/path:/inside`."""
     gpus: bool = False
     """Whether the ranks use GPUs: apptainer needs a flag for them."""
     binds: bool = True
@@ -239,7 +238,7 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, allocation: Allocatio
         detached = False
     recorder = JobRecorder(job, backend, detached=detached, slurm_job=allocation.job_id if allocation.node else "")
     if detached:
-        print(header(recorder.entry), end="", flush=True)
+        print(header(recorder.entry.run_id, recorder.entry.command), end="", flush=True)
     decision = Decision(again=False)
 
     def goes_on(result: JobResult) -> bool:

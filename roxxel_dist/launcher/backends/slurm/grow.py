@@ -41,7 +41,7 @@ class GrowJobs:
     """
 
     job_id: str
-    """Of the job that they join."""
+    """The job that they join."""
     count: int
     _: KW_ONLY
     options: Sequence[str]
@@ -52,7 +52,7 @@ class GrowJobs:
     leave_s: float
     """A node whose job has no more seconds than this is no host any more."""
     environ: Mapping[str, str] = field(repr=False)
-    """For the commands of SLURM."""
+    """The variables for the commands of SLURM."""
     source: str = "--grow-jobs"
     is_file: bool = False
     jobs: dict[str, str] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class GrowJobs:
         return list(found), None
 
     def end(self) -> None:
-        """Nothing runs between two looks."""
+        """End nothing: between two looks nothing runs."""
 
     def cancel(self) -> None:
         """End them, with the job."""

@@ -24,7 +24,7 @@ from roxxel_dist.launcher.backends.slurm.backend import (
 )
 from roxxel_dist.launcher.backends.slurm.grow import LEAVE_S, GrowJobs, options_from, options_of
 from roxxel_dist.launcher.control.new_job import job_of
-from roxxel_dist.launcher.control.recorder import JobRecorder
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import is_secret, masked_words, ranks_on
 from roxxel_dist.launcher.job.spec import HostOptions, split_flags
@@ -123,7 +123,8 @@ class Options(base.Options, HostOptions):
             ):
                 if value is not None and value < least:
                     raise UserError(f"{flag} {value}: must be at least {least}")
-            options_of(self.grow_options)
+            if self.grow_options is not None:
+                options_of(self.grow_options)
             if self.grow_options is not None and not self.grow_jobs:
                 raise UserError("--grow-options is for the jobs of --grow-jobs N: give it too")
             if self.grow_jobs and not self.max_restarts:
