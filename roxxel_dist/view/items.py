@@ -21,10 +21,10 @@ from roxxel_dist.sweep.samplers.pairs import outcome
 from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.folder import EXTRAS, Study, StudyDir
 from roxxel_dist.sweep.study.journal import History
+from roxxel_dist.train.log.csv_jsonl import Tail
 from roxxel_dist.utils.display import plain
 from roxxel_dist.view.bucket import BucketRunReader
 from roxxel_dist.view.run import RankRates, RankState, RunReader, RunState
-from roxxel_dist.view.tail import Tail, json_objects
 
 RUNS, STUDIES = Path("runs"), Path("studies")
 NOTHING = f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder"
@@ -63,7 +63,7 @@ class StudyReader:
 
     def read(self) -> StudyState:
         """The current state of the study."""
-        events = json_objects(self._journal.lines())
+        events = self._journal.objects()
         if self._journal.restarted:
             self._study = replace(self._study, history=History())
         history = self._study.history

@@ -17,9 +17,9 @@ from roxxel_dist.launcher.control.record import JobRecord, Restart
 from roxxel_dist.place.directory import CONFIG, METRICS, is_held
 from roxxel_dist.process.process_stat import STATE, stat
 from roxxel_dist.settings.config import load_yaml
+from roxxel_dist.train.log.csv_jsonl import Tail
 from roxxel_dist.train.log.timeline import FINISHED, NAME, TimeSpent
 from roxxel_dist.view.curve import Bucket, Curves, Points, number_of, points_of, step_of
-from roxxel_dist.view.tail import Tail, json_objects
 
 PORTION_BYTES, LEAST_BYTES = 512 << 10, 16 << 10
 """Bytes of a log between two looks at the time, and those that are read if there is no time left."""
@@ -206,7 +206,7 @@ def portions(tail: Tail, deadline: float | None) -> Iterator[list[dict[str, Any]
     """The objects of the new lines of a file in portions; after a time of `time.thread_time` one small portion more."""
     while True:
         is_late = deadline is not None and time.thread_time() >= deadline
-        yield json_objects(tail.lines(LEAST_BYTES if is_late else PORTION_BYTES))
+        yield tail.objects(LEAST_BYTES if is_late else PORTION_BYTES)
         if not tail.unread_bytes or is_late:
             return
 

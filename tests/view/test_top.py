@@ -34,7 +34,6 @@ from roxxel_dist.view.frame import Look, frame
 from roxxel_dist.view.items import Watched, read
 from roxxel_dist.view.read import Columns
 from roxxel_dist.view.run import RunReader
-from roxxel_dist.view.tail import Tail
 from roxxel_dist.view.web.sections import sections
 
 
@@ -97,20 +96,6 @@ def test_the_realised_blend_is_what_the_steps_read(corpus, tmp_path):
     plan = roxxel_dist.Curriculum(corpus, [blend], {"b": corpus}).plan(0)
     counts = sum(np.bincount(plan.rows(step).dataset, minlength=2) for step in range(5, 290))
     assert list(plan.rows_read(5, 290).values()) == counts.tolist()
-
-
-def test_a_file_is_followed_and_begun_anew_when_it_is_replaced(tmp_path):
-    path = tmp_path / "log"
-    tail = Tail(path)
-    assert tail.lines() == []
-    path.write_bytes(b"".join(b"%09d\n" % i for i in range(50)))
-    assert tail.lines()[-1] == b"000000049"
-    with path.open("ab") as file:
-        file.write(b"50\n51")
-    assert (tail.lines(), tail.restarted) == ([b"50"], False)
-    (tmp_path / "other").write_bytes(b"new\n")
-    (tmp_path / "other").rename(path)
-    assert (tail.lines(), tail.restarted) == ([b"new"], True)
 
 
 def top(*words):

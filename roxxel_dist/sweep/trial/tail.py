@@ -20,7 +20,7 @@ from roxxel_dist.place.directory import METRICS, SUMMARY
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.distributions import is_finite, is_number
 from roxxel_dist.sweep.space.values import excerpt
-from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
+from roxxel_dist.train.log.csv_jsonl import DIGEST, Tail
 
 Report = tuple[int, float]
 SUMMARIZED = {
@@ -48,7 +48,7 @@ class MetricsTail:
     """
 
     def __init__(self, run: Path, metric: str, weights: Mapping[str, float] | None = None) -> None:
-        self._run, self._metric, self._log = run, metric, JsonlReader(run / METRICS)
+        self._run, self._metric, self._log = run, metric, Tail(run / METRICS)
         self._weights = weights or {}
         self.losses: dict[int, dict[str, float]] = {}
         self._rows: dict[int, dict[str, Any]] = {}
@@ -65,12 +65,10 @@ class MetricsTail:
         Args:
             last: the run has ended, this is the last call.
         """
-        if self._log.replaced():  # a run that goes on cuts its log to its checkpoint
-            self._log.restart()
         reports: list[Report] = []
-        for row in self._log.objects():
+        for row in self._log.rows():  # from the first again where a run that goes on has cut its log to its checkpoint
             row.pop(DIGEST, None)  # no metric
-            step = int(row.pop("step") or 0)
+            step = int(row.pop("step", None) or 0)
             reports += self._add(step, row, self._value(step, row))
         if reports and reports[0][0] == 1 and math.isfinite(reports[0][1]):
             self._first = [reports.pop(0)]
@@ -122,10 +120,6 @@ class MetricsTail:
         except (OSError, ValueError):
             return summary
         return summary | {name: written[name] for name in ("parameters", "trainable_parameters") if name in written}
-
-    def close(self) -> None:
-        """Close the file."""
-        self._log.close()
 
 
 MARK = "_roxxel"

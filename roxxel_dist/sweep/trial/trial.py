@@ -92,33 +92,30 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
     if own:
         tail = WandbTail(folder.absolute(), task.metric, directory)
     objective = Objective(task, tail)
+    if has_ended(folder) if own else read_cursor(folder).get("finished"):  # its end is not yet in the journal
+        yield from objective.reports(last=True)
+        yield objective.result(None)
+        return
     try:
-        if has_ended(folder) if own else read_cursor(folder).get("finished"):  # its end is not yet in the journal
-            yield from objective.reports(last=True)
-            yield objective.result(None)
-            return
-        try:
-            command, env = (prepare if own else _prepare)(task, folder)
-        except ValueError as error:
-            yield failure_event(task, "error", str(error))
-            return
-        if task.corpus is not None:
-            from roxxel_dist.sweep.trial.corpus import wait_for_shards  # numpy
+        command, env = (prepare if own else _prepare)(task, folder)
+    except ValueError as error:
+        yield failure_event(task, "error", str(error))
+        return
+    if task.corpus is not None:
+        from roxxel_dist.sweep.trial.corpus import wait_for_shards  # numpy
 
-            if reason := wait_for_shards(task, config_file(task)):
-                yield failure_event(task, "fatal" if disk_full(reason) else "error", disk_full(reason) or reason)
-                return
-        if task.attempt and not own and task.run_url is None and not any((folder / CHECKPOINTS).glob("*")):
-            yield {"note": {"text": f"it starts from step 1 again: there is no checkpoint in {folder / CHECKPOINTS}"}}
-        code, output, stopped = yield from follow(task, command, env, objective)
-        if code == 0 and own and not (stopped or objective.is_over):
-            note_end(folder)
-        if code == 0 or stopped or objective.is_over:
-            yield objective.result(stopped)
-        else:
-            yield failure_event(task, *classify_exit(code, output, ours=not own or task.count > 1))
-    finally:
-        objective.tail.close()
+        if reason := wait_for_shards(task, config_file(task)):
+            yield failure_event(task, "fatal" if disk_full(reason) else "error", disk_full(reason) or reason)
+            return
+    if task.attempt and not own and task.run_url is None and not any((folder / CHECKPOINTS).glob("*")):
+        yield {"note": {"text": f"it starts from step 1 again: there is no checkpoint in {folder / CHECKPOINTS}"}}
+    code, output, stopped = yield from follow(task, command, env, objective)
+    if code == 0 and own and not (stopped or objective.is_over):
+        note_end(folder)
+    if code == 0 or stopped or objective.is_over:
+        yield objective.result(stopped)
+    else:
+        yield failure_event(task, *classify_exit(code, output, ours=not own or task.count > 1))
 
 
 def follow(
