@@ -11,7 +11,6 @@ import re
 import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -25,7 +24,7 @@ from roxxel_dist.sweep.samplers.base import Curve
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
 from roxxel_dist.sweep.trial.outcome import OURS, TRACEBACK, classify_exit, last_words
-from roxxel_dist.sweep.trial.process import Ranks, TrialTask, environment, prompt_reports
+from roxxel_dist.sweep.trial.process import TrialTask, environment, prompt_reports
 from roxxel_dist.sweep.trial.program import command_of
 from roxxel_dist.sweep.trial.tail import WandbTail
 from roxxel_dist.sweep.trial.trial import Event, Objective, failure_event, follow, wait_until_free
@@ -211,7 +210,7 @@ def _environment(task: TrialTask, folder: Path) -> dict[str, str]:
             **prompt_reports(),
             CONFIG_ENV: str(base.absolute()),
             RUN_DIR_ENV: str(folder),
-            RANKS_ENV: json.dumps({field.name: getattr(task, field.name) for field in fields(Ranks)}),
+            RANKS_ENV: json.dumps(task.ranks),
             SHARE_COMPILATION: "1",
             **({DATA_ENV: absolute(task.data_path)} if task.data_path else {}),
             **task.environment,

@@ -253,7 +253,7 @@ def preview(run: SweepRun) -> str:
     Raises UserError where none can run, or a sample would be refused with its data.
     """
     samples: list[Mapping[str, Any]] = []
-    sampler, options, gpus = run.sampler(), run.options, run.resources.gpus
+    sampler, options, gpus = run.sampler(), run.options, run.resources.gpus_per_host
     try:
         while len(samples) < min(SHOWN_SAMPLES, run.count or SHOWN_SAMPLES):
             samples.append(sampler.ask()[1])

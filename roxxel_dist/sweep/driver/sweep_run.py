@@ -176,8 +176,7 @@ class SweepRun:
 
     def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:
         """The task of a worker: one attempt of a trial."""
-        folder, options = self.study.path.absolute(), self.options
-        log = f"{trial}.log"
+        folder, log = self.study.path.absolute(), f"{trial}.log"
         if self.bucket is not None:  # each host has a cache of its own, and keeps the log of the attempts that it runs
             folder, log = Path(f"{self.bucket.url.name}-{self.study.metadata(IDENTITY)}"), f"{trial}.{attempt}.log"
         corpus, data = None, self.data_path  # a program of the user's knows its data
@@ -202,13 +201,8 @@ class SweepRun:
                 data_path=data,
                 corpus=corpus,
                 program=self.program,
-                hosts=options.hosts_per_trial,
-                procs_per_host=options.procs_per_host,
-                gpus_per_host=self.resources.gpus,
-                cpus_per_host=self.resources.cpus,
-                max_time_s=options.max_time_s,
-                ray_address=options.ray_address,
-                insecure=options.insecure,
+                **self.resources.ranks,
+                max_time_s=self.options.max_time_s,
                 directory=self.directory,
                 swept=sorted(self.swept),
                 wandb_sweep=self.server,

@@ -5,7 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,11 @@ class Ranks:
     def count(self) -> int:
         """How many processes a trial has."""
         return self.hosts * self.procs_per_host
+
+    @property
+    def ranks(self) -> dict[str, Any]:
+        """These fields by name, for a task or a program that starts the processes."""
+        return {each.name: getattr(self, each.name) for each in fields(Ranks)}
 
 
 @dataclass(frozen=True, kw_only=True)
