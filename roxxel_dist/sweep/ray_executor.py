@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from types import TracebackType
 from typing import Any, Literal
 
 from roxxel_dist.launcher.backends.ray.cluster import amounts, capacities
@@ -183,9 +182,7 @@ class RayExecutor:
         self._asks.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closed.set()
         self._asks.join(0.0 if self.is_lost else ASK_S)
 

@@ -24,7 +24,7 @@ from roxxel_dist.sweep.samplers.base import Curve
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
 from roxxel_dist.sweep.trial.outcome import OURS, TRACEBACK, classify_exit, last_words
-from roxxel_dist.sweep.trial.process import TrialTask, environment, prompt_reports
+from roxxel_dist.sweep.trial.process import TrialTask, client_environment, environment
 from roxxel_dist.sweep.trial.program import command_of
 from roxxel_dist.sweep.trial.tail import WandbTail
 from roxxel_dist.sweep.trial.trial import Event, Objective, failure_event, follow, wait_until_free
@@ -205,9 +205,7 @@ def _environment(task: TrialTask, folder: Path) -> dict[str, str]:
     return environment(
         {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-            "WANDB_DIR": str(folder),
-            "WANDB_ERROR_REPORTING": "false",
-            **prompt_reports(),
+            **client_environment(folder),
             CONFIG_ENV: str(base.absolute()),
             RUN_DIR_ENV: str(folder),
             RANKS_ENV: json.dumps(task.ranks),

@@ -26,6 +26,7 @@ from roxxel_dist.sweep.space.sweep_file import (
     Sweep,
     check_per_token,
     hint_for,
+    phrase_change,
 )
 from roxxel_dist.utils.voice import argument
 
@@ -41,12 +42,11 @@ CONFIGURATIONS = 500
 
 def check_metric(run: SweepRun) -> None:
     """Raises UserError for a metric that no training logs. A loss or a model of the user's own may log anything."""
-    base, metric, is_ours = flat_fields(run.base), run.sweep.metric, run.program is None
-    own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
-    if run.sweep.weights and (not is_ours or run.server is not None):
+    metric, is_ours = run.sweep.metric, run.program is None and run.server is None
+    if run.sweep.weights and not is_ours:
         raise UserError("metric.weights: only a search here over trainings of a config has them: log the mean yourself")
     is_known = metric in LOGGED or "/" in metric or run.sweep.weights
-    if is_ours and run.server is None and not own and not is_known:
+    if is_ours and not _has_own_loss(run) and not is_known:
         if metric in MEANS:
             raise _of_metric(
                 run.sweep,
@@ -61,13 +61,16 @@ def check_comparable(run: SweepRun) -> None:
     sweep = run.sweep
     if run.program is not None or run.study.is_there or run.server:
         return
-    if names := _other_text(run):
+    kind = sweep.metric.partition("/")[0]
+    if kind in ("val_loss", "val_bpb", *MEANS) and (
+        names := sorted(run.varied_fields & {"validation", "val_fraction"})
+    ):
         raise _of_metric(
             sweep,
-            f"{sweep.metric} is measured on other text in each trial, because {_change(names)} it: give the same "
+            f"{sweep.metric} is measured on other text in each trial, because {phrase_change(names)} it: give the same "
             f"`validation` in all trials, in the config",
         )
-    if (names := changing_tokens(run)) and not _own(run):
+    if (names := changing_tokens(run)) and not _has_own_loss(run):
         check_per_token(sweep, names)
 
 
@@ -86,21 +89,9 @@ def changing_tokens(run: SweepRun) -> list[str]:
     return sorted(names)
 
 
-def _other_text(run: SweepRun) -> list[str]:
-    """The parameters that change the text on which the metric is measured."""
-    kind = run.sweep.metric.partition("/")[0]
-    if kind not in ("val_loss", "val_bpb", *MEANS):
-        return []
-    return sorted(run.varied_fields & {"validation", "val_fraction"})
-
-
-def _own(run: SweepRun) -> bool:
+def _has_own_loss(run: SweepRun) -> bool:
     """Whether the loss, or the model, is the user's own: then a training may have no bits per byte."""
     return run.config.loss is not None or bool({"loss", "model"} & run.swept) or run.config.model is not None
-
-
-def _change(names: list[str]) -> str:
-    return f"{' and '.join(names)} {'change' if len(names) > 1 else 'changes'}"
 
 
 def _of_metric(sweep: Sweep, why: str) -> ValueError:
@@ -114,8 +105,8 @@ def metric_notes(run: SweepRun) -> list[str]:
     sweep, lines = run.sweep, list[str]()
     if run.program is None and (names := changing_tokens(run)):
         lines.append(
-            f"{sweep.metric} is per token, and {_change(names)} what a token is: trials with other tokens cannot be "
-            f"compared by it: val_bpb, bits per byte, compares them"
+            f"{sweep.metric} is per token, and {phrase_change(names)} what a token is: trials with other tokens cannot "
+            f"be compared by it: val_bpb, bits per byte, compares them"
         )
     falls = sweep.metric.partition("/")[0] in (*PER_TOKEN, *MEANS, "val_bpb", "train_bal", "val_bal")
     if run.program is None and falls and sweep.goal == "maximize":
@@ -313,21 +304,17 @@ def _with_value(run: SweepRun, parameter: Parameter, value: Any) -> Iterator[Map
             yield resolved
 
 
-def check_of_trainings(sweep: Sweep, fields: Mapping[str, Any], config: Config, path: str | Path | None) -> None:
+def check_of_trainings(sweep: Sweep, config: Config, path: str | Path | None) -> None:
     """Raises UserError where the trainings have no such validation set, or no text whose bytes could be counted.
 
-    Args:
-        sweep: its metric.
-        fields: of a Config, those that are given, flat.
-        config: of the trials, without their parameters.
-        path: of the primary data set.
+    `config` is that of the trials, without their parameters; `path` that of the primary data set.
     """
     swept = {parameter.path[-1] for parameter in sweep.space.parameters}
     for logged in sweep.logged or (sweep.metric,):
         kind, _, name = logged.partition("/")
         if not kind.startswith("val_"):
             continue
-        sets = fields.get("validation") or {}
+        sets = config.validation or {}
         if name and name not in sets and "validation" not in swept:
             there = f"`validation` names {', '.join(sets)}" if sets else "there is no `validation`"
             raise UserError(
@@ -335,13 +322,11 @@ def check_of_trainings(sweep: Sweep, fields: Mapping[str, Any], config: Config, 
                 f"as in validation: {{{name}: PATH}}"
             )
         if kind == "val_bpb":
-            _check_text(logged, fields, config, path, swept)
+            _check_text(logged, config, path, swept)
 
 
-def _check_text(
-    logged: str, fields: Mapping[str, Any], config: Config, path: str | Path | None, swept: set[str]
-) -> None:
-    if fields.get("loss") is not None or "loss" in swept:
+def _check_text(logged: str, config: Config, path: str | Path | None, swept: set[str]) -> None:
+    if config.loss is not None or "loss" in swept:
         raise UserError(f"metric: {logged} is counted with the built-in loss alone: leave out loss, or use val_loss")
     if path is None or not is_tokens(path):
         return  # text gets a tokenizer
@@ -351,7 +336,7 @@ def _check_text(
                 f"metric: {logged} needs the bytes of the text, and {path} has no tokenizer: put its tokenizer.json "
                 f"beside the shards, or use val_loss"
             )
-        name, sets = logged.partition("/")[2], fields.get("validation") or {}
+        name, sets = logged.partition("/")[2], config.validation or {}
         places = {set_name: place for set_name, place in sets.items() if name in ("", set_name)} if sets else {"": path}
         for place in places.values() if "validation" not in swept else ():
             if not is_tokens(place):

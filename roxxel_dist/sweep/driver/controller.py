@@ -9,7 +9,6 @@ grow with the number of trials.
 
 import os
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +26,7 @@ from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.local_ray import local_ray
 from roxxel_dist.sweep.ray_executor import LOST_S, Attempt, Item, RayExecutor, check_room
 from roxxel_dist.sweep.samplers import Engine
+from roxxel_dist.sweep.space.distributions import is_finite
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep
 from roxxel_dist.sweep.study.journal import History, Journal
 from roxxel_dist.utils.display import counted
@@ -180,7 +180,7 @@ class Controller:
             self._write("start", trial, attempt=attempt.attempt, node=event.get("node"), pid=event["pid"])
         elif name == "report":
             self._report(attempt, event["step"], event["value"], event.get("losses"))
-        elif name == "result" and not _is_finite(event["value"]):
+        elif name == "result" and not is_finite(event["value"]):
             self._not_finite(attempt, event["value"], "")
         elif name == "result":
             params = event.get("params") or self._history.trials[trial].params
@@ -210,7 +210,7 @@ class Controller:
 
     def _report(self, attempt: Attempt, step: int, value: Any, losses: Mapping[str, float] | None) -> None:
         trial = self._history.trials[attempt.trial]
-        if not _is_finite(value):
+        if not is_finite(value):
             self._not_finite(attempt, value, f" at step {step}")
         elif trial.reported(step) != value:  # a trial that is run again reports its earlier ones again
             of_sets = {"losses": losses} if losses else {}
@@ -345,10 +345,6 @@ class Controller:
         return Ending(code=0, reason=f"{self.decisions.exhausted or reason}{tail}")
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
 def run_sweep(
     study: Path | StudyBucket,
     sweep: Sweep,
@@ -420,8 +416,8 @@ def _ray(
 ) -> Iterator[tuple[Any, Path | None]]:
     """Ray, of the sweep's own with its folder, or the cluster's."""
     if options.ray_address is None:
-        with local_ray(options.workers, resources["CPU"], log) as (ray, folder):
-            yield ray, folder
+        with local_ray(options.workers, resources["CPU"], log) as own:
+            yield own
         return
     with ExitStack() as held:
         try:

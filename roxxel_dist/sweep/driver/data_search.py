@@ -39,8 +39,9 @@ def with_data(sweep: Sweep, config: Any, data_path: str | Path | None, fields: s
         return sweep
     for name in DECIDED:
         if name in fields:
-            key = "mixtures" if extras.mixtures else "phase_ends"
-            raise UserError(f"parameters.{name}: {key} needs the same {name} in all trials: give it in the config")
+            raise UserError(
+                f"parameters.{name}: {extras.key} needs the same {name} in all trials: give it in the config"
+            )
     phases = _phases(extras, config)
     _check_ends(extras, phases)
     if not extras.mixtures:
@@ -57,7 +58,7 @@ def refuse_led(sweep: Sweep, *, program: bool, server: bool) -> None:
     """Raises UserError where another program trains, or W&B's server chooses: neither knows phases or a simplex."""
     if not sweep.data or not (program or server):
         return
-    key = "mixtures" if sweep.data.mixtures else "phase_ends"
+    key = sweep.data.key
     if program:
         raise UserError(f"{key}: the sweep runs a program of your own, which has no phases: leave {key} out")
     raise UserError(

@@ -1,7 +1,7 @@
 """A sweep from its command line: the study, the sampler, the controller, and the last words."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ from roxxel_dist.objects.lease import LeaseLostError
 from roxxel_dist.place.directory import is_study
 from roxxel_dist.process.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError, pip_install
 from roxxel_dist.run.curriculum import check_data
-from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, Config, flat_fields, load_yaml, unknown
+from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, Config, load_yaml, unknown
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.sweep.driver.bucket import StudyBucket, run_in_bucket
 from roxxel_dist.sweep.driver.checks import (
@@ -54,7 +54,6 @@ from roxxel_dist.sweep.study.folder import (
     short,
 )
 from roxxel_dist.sweep.trial.program import command_of
-from roxxel_dist.sweep.trial.trial import Event
 from roxxel_dist.sweep.trial.trial import run as run_trial
 from roxxel_dist.sweep.wandb_server import ServerSampler, agent_trial, create_or_join
 
@@ -110,7 +109,7 @@ def open_sweep(
     check_pauses(run)
     if is_ours and run.server is None:
         for side in run.sides:
-            check_of_trainings(run.sweep, flat_fields(side.base), side.config, path)
+            check_of_trainings(run.sweep, side.config, path)
         check_command(run.sweep)
         check_integers(run.sweep)
         if not run.study.is_there:
@@ -160,7 +159,7 @@ def search(run: SweepRun, write_page: WritePage) -> int:
                     run.bucket or run.study.path,
                     run.sweep,
                     run.sampler if run.server is None else ServerSampler,
-                    _body(run),
+                    run_in_bucket if run.bucket is not None else run_trial if run.server is None else agent_trial,
                     run.task_of,
                     replace(run.options, method=run.method),
                     run.resources.task,
@@ -183,13 +182,6 @@ def search(run: SweepRun, write_page: WritePage) -> int:
             return EXIT_FAILED
     _last_words(run, ending, write_page)
     return ending.code
-
-
-def _body(run: SweepRun) -> Callable[[Mapping[str, Any]], Iterator[Event]]:
-    """What runs a trial."""
-    if run.bucket is not None:
-        return run_in_bucket
-    return run_trial if run.server is None else agent_trial
 
 
 def search_notes(run: SweepRun, configs: Sequence[Any] = ()) -> list[str]:

@@ -70,6 +70,11 @@ class DataExtras:
         return bool(self.mixtures or self.ends)
 
     @property
+    def key(self) -> str:
+        """The key of the second file that asks for it, for messages."""
+        return "mixtures" if self.mixtures else "phase_ends"
+
+    @property
     def groups(self) -> dict[int, tuple[int, ...]]:
         """The phases of each mixture, by the first of them."""
         return {spec.phases[0]: spec.phases for spec in self.mixtures}

@@ -163,6 +163,11 @@ def as_sweep(sweep: Mapping[str, Any] | str | os.PathLike[str] | Sweep) -> Sweep
     return found
 
 
+def phrase_change(names: Sequence[str]) -> str:
+    """Names and their verb for a message, as in "dim and lr change"."""
+    return f"{' and '.join(names)} {'change' if len(names) > 1 else 'changes'}"
+
+
 def check_per_token(sweep: Sweep, names: Sequence[str]) -> None:
     """Raises UserError for a metric per token, where some parameters change what a token is."""
     loss, slash, of_set = sweep.metric.partition("/")
@@ -171,9 +176,8 @@ def check_per_token(sweep: Sweep, names: Sequence[str]) -> None:
     better = f"val_bpb{slash}{of_set}" if loss == "val_loss" else PER_TOKEN[loss]
     weights = ", weights: {…}" if sweep.weights else ""
     why = (
-        f"{sweep.metric} is per token, and {' and '.join(names)} {'change' if len(names) > 1 else 'changes'} what a "
-        f"token is, so that it does not compare the trials: write metric: {{name: {better}, goal: minimize{weights}}}, "
-        f"which is per byte"
+        f"{sweep.metric} is per token, and {phrase_change(names)} what a token is, so that it does not compare the "
+        f"trials: write metric: {{name: {better}, goal: minimize{weights}}}, which is per byte"
     )
     raise sweep.locator.error(["metric", "name"], why)
 

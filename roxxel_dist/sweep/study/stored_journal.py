@@ -14,7 +14,6 @@ import json
 import threading
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from roxxel_dist.objects import lease
@@ -103,9 +102,7 @@ class JournalWriter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

@@ -128,9 +128,11 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
     return {**own, "PYTHONUNBUFFERED": "1", **more}
 
 
-def prompt_reports() -> dict[str, str]:
-    """A variable that makes a W&B client write its file soon, and not every 15 s; a choice of the user's stays."""
-    return {FLUSH_ENV: os.environ.get(FLUSH_ENV, f"{FLUSH_S:g}")}
+def client_environment(folder: Path) -> dict[str, str]:
+    """Variables of a W&B client, whose runs are kept in a folder: it writes its file soon, and not every 15 s; a choice
+    of the user's stays."""
+    flush_s = os.environ.get(FLUSH_ENV, f"{FLUSH_S:g}")
+    return {"WANDB_DIR": str(folder), "WANDB_ERROR_REPORTING": "false", FLUSH_ENV: flush_s}
 
 
 class TrialProcess:

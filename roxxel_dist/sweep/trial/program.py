@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.trial.process import TrialTask, environment, launch_command, prompt_reports
+from roxxel_dist.sweep.trial.process import TrialTask, client_environment, environment, launch_command
 from roxxel_dist.sweep.trial.tail import MARK, trial_token
 
 CONFIG_ENV = "ROXXEL_TRIAL_PARAMETERS"
@@ -104,11 +104,9 @@ def prepare(task: TrialTask, folder: Path) -> tuple[list[str], dict[str, str]]:
     words = expand(task.program or (), params, folder / PARAMETERS_JSON)
     own = {
         "WANDB_MODE": "online" if task.config.get("wandb") == "online" else "offline",
-        "WANDB_DIR": str(folder),
         PARAMETERS_ENV: str(folder / PARAMETERS),
         "WANDB_RUN_GROUP": folder.parent.parent.name,
-        "WANDB_ERROR_REPORTING": "false",
-        **prompt_reports(),
+        **client_environment(folder),
         **({"WANDB_PROJECT": task.config["wandb_project"]} if task.config.get("wandb_project") else {}),
         **task.environment,
     }

@@ -135,7 +135,7 @@ class WandbFile:
 
     The file is a log as LevelDB has it: blocks of 32 KiB, in them pieces with a header of 7 bytes (checksum, length,
     kind), where a record may be several pieces. A record is a protocol buffer of the client's own schema. The client
-    writes what it has every second (`process.prompt_reports`; by itself every 15 s), and at the end.
+    writes what it has every second (`process.client_environment`; by itself every 15 s), and at the end.
 
     Attributes:
         run_id: of the run; None until the client has written it.
