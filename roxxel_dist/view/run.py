@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import nsmallest
 from pathlib import Path
@@ -137,7 +137,7 @@ class RunState:
     @property
     def phase(self) -> int:
         """The index of the current phase, from 0."""
-        return next((i for i, phase in enumerate(self.phases) if self.step <= phase.last), len(self.phases) - 1)
+        return current_phase(self.phases, self.step)
 
     @property
     def left_s(self) -> float | None:
@@ -156,6 +156,11 @@ class RunState:
         """The share of time in training, without repeated steps."""
         total = sum(self.spent.values())
         return self.spent["training"] / total if total else None
+
+
+def current_phase(phases: Sequence[PhaseSpan], step: int) -> int:
+    """The index of the phase of a step, from 0."""
+    return next((i for i, phase in enumerate(phases) if step <= phase.last), len(phases) - 1)
 
 
 class MetricsTail:
@@ -226,9 +231,13 @@ class RunReader:
         `deadline`: the time of `time.thread_time` at which it stops to read logs; the next call continues. Default: it
         reads all.
         """
-        metrics = self._metrics
+        metrics, times = self._metrics, TimeSpent()
         metrics.read(deadline)
         tails = [metrics.tail]
+        if not brief:
+            self._timeline.read(deadline)
+            tails.append(self._timeline.tail)
+            times = self._timeline.times
         row, cursor = metrics.row, read_cursor(self.path)
         state = "training" if self.is_trained() else "finished" if cursor.get("finished") else "stopped"
         if job is not None and job.state in ("starting", "restarting", "stopping"):
@@ -240,6 +249,7 @@ class RunReader:
         step = max(int(row.get("step", 0)), 0 if job is None or job.is_over else job.step - 1)
         if state == "stopped":  # it has saved a step after its last row, because not every step has a row
             step = max(step, *(checkpoint.step for checkpoint in checkpoints if not checkpoint.set_aside), 0)
+            state = "finished" if times.last.get("activity") == FINISHED else state
         buckets = {name: curve.buckets for name, curve in metrics.curves.curves.items()}
         gaps = {
             name: [(bucket.begin, bucket.rows) for bucket in gap.buckets]
@@ -250,7 +260,12 @@ class RunReader:
         last = cursor.get("last_step")  # max_steps may end a run before its phases do
         if phases and not (last and step <= last):  # no checkpoint yet, or none since a resume with more steps
             last = phases[-1].last
-        now = RunState(
+        realised, size = {}, sum(tail.size for tail in tails)
+        if plan and phases and step and not brief:
+            with suppress(ValueError, KeyError, TypeError, IndexError):
+                current = phases[current_phase(phases, step)]
+                realised = _realised(json.dumps(plan), current.first - 1, min(step, phases[-1].last))
+        return RunState(
             name=self.name,
             path=str(self.path),
             title=title,
@@ -262,36 +277,18 @@ class RunReader:
             best_val_loss=min([*losses, *([] if best is None else [best])], default=None),
             buckets=buckets,
             gaps=gaps,
+            read_share=1.0 - sum(tail.unread_bytes for tail in tails) / size if size else 1.0,
             phases=phases,
-            realised={},
-            ranks=() if job is None else self._rates.read(job),
-            job=job.run_id if job else "",
-            restarts=job.restarts if job else (),
-            spent={},
-            checkpoints=checkpoints,
-            updated=modified_time(self.path / METRICS),
-        )
-        if not brief:
-            self._timeline.read(deadline)
-            tails.append(self._timeline.tail)
-        size = sum(tail.size for tail in tails)
-        now = replace(now, read_share=1.0 - sum(tail.unread_bytes for tail in tails) / size if size else 1.0)
-        if brief:
-            return now
-        times = self._timeline.times
-        if state == "stopped" and times.last.get("activity") == FINISHED:
-            now = replace(now, state="finished")
-        realised = {}
-        if plan and phases and step:
-            with suppress(ValueError, KeyError, TypeError, IndexError):
-                realised = _realised(json.dumps(plan), phases[now.phase].first - 1, min(step, phases[-1].last))
-        return replace(
-            now,
-            spent=dict(times.spent),
-            attempts=times.attempts,
-            resumes=tuple(times.resumes),
             realised=realised,
             layout=str(times.last_step.get("layout", "")),
+            ranks=() if job is None else self._rates.read(job),
+            job=job.run_id if job else "",
+            attempts=times.attempts,
+            resumes=tuple(times.resumes),
+            restarts=job.restarts if job else (),
+            spent=dict(times.spent),
+            checkpoints=checkpoints,
+            updated=modified_time(self.path / METRICS),
         )
 
     def is_trained(self) -> bool:
