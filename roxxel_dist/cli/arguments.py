@@ -184,11 +184,11 @@ def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def steps_to_skip(text: str | None) -> tuple[int, int] | None:
-    """The first and the last step of A:B, or None. Raises ValueError for any other text."""
+def step_range(flag: str, text: str | None) -> tuple[int, int] | None:
+    """The first and the last step of A:B, which a flag gives, or None. Raises ValueError for any other text."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None:
-        raise UserError(f"--skip_steps is {text!r}: write the first and the last step to leave out, such as 120:128")
+        raise UserError(f"{flag} is {text!r}: write the first step and the last, as in 101:200")
     return int(match[1]), int(match[2])

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cli.arguments import ConfigArgs, parse_config
+from roxxel_dist.cli.arguments import ConfigArgs, parse_config, step_range
 from roxxel_dist.cli.flags import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.output import printable
@@ -164,7 +164,7 @@ def audit(words: list[str]) -> int:
     """Repeat steps of a run, and compare them bit by bit."""
     args = parse(AuditArgs, words, "audit")
     with usage_errors():
-        steps = _steps(args.steps)
+        steps = step_range("--steps", args.steps)
         if args.every < 1:
             raise UserError(f"--every is {args.every}: it must be at least 1")
         if args.dump is not None and (steps is None or steps[0] != steps[1]):
@@ -218,16 +218,6 @@ def _native_lines_on_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(stdout, 1)
         os.close(stdout)
-
-
-def _steps(text: str | None) -> tuple[int, int] | None:
-    """Raises ValueError for a text that is no A:B."""
-    if text is None:
-        return None
-    first, mark, last = text.partition(":")
-    if not (mark and first.isdecimal() and last.isdecimal()):
-        raise UserError(f"--steps is {text!r}: write the first step and the last, as in 101:200")
-    return int(first), int(last)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
