@@ -1,7 +1,5 @@
-"""The command line: one small function a sub-command, nothing that computes.
-
-What `--help` touches imports neither jax nor numpy, so that it answers at once.
-"""
+"""The command line: one small function a sub-command, nothing that computes. What `--help` touches imports neither jax
+nor numpy, so that it answers at once."""
 
 import logging
 import os
@@ -18,7 +16,7 @@ from roxxel_dist.utils.display import aligned
 from roxxel_dist.utils.voice import command_line
 
 NO_THREAD = "can't start new thread"
-"""What Python says where ulimit -u, or the pids.max of a container, is used up."""
+"""The words of Python where ulimit -u, or the pids.max of a container, is used up."""
 Command = Callable[[list[str]], int]
 
 
@@ -79,10 +77,8 @@ def _versions() -> str:
 
 
 def _check_text(words: list[str]) -> None:
-    """Raises UserError for names that the locale makes no text of: they could not be written down in any file.
-
-    The same where the working directory is gone, to which nearly all names are relative.
-    """
+    """Check that names are text in this locale, so that a file can name them, and that the working directory, to which
+    nearly all of them are relative, is there. Raises UserError."""
     folder = ""
     try:
         folder = os.getcwd()
@@ -201,7 +197,7 @@ COMMANDS = {
     "leave": "roxxel_dist.cli.jobs:leave",
     "completion": "roxxel_dist.cli.completion:completion",
 }
-"""Where each command is: only the one that is called is imported, so that ranks start without delay."""
+"""The place of each command: only the one that is called is imported, so that ranks start without delay."""
 DATA = {
     "build": "roxxel_dist.cli.data:data_build",
     "append": "roxxel_dist.cli.data:data_append",

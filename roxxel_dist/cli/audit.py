@@ -80,7 +80,7 @@ def _report(verdicts: list[Any], args: VerifyArgs) -> int:
 
 
 def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
-    """Each checkpoint is fetched into a folder of its own, whatever a cache has, compared, and deleted here."""
+    """Verify checkpoints in a bucket, each fetched into a folder of its own, whatever a cache has, and deleted here."""
     import shutil
     import tempfile
 
@@ -133,7 +133,7 @@ def _verify_shards(args: VerifyArgs) -> int:
 
 @contextlib.contextmanager
 def _progress(size: int) -> Iterator[Callable[[int], None]]:
-    """On standard error; of little nothing is shown."""
+    """A bar on standard error; of little nothing is shown."""
     from roxxel_dist.utils.display import ProgressBars
 
     with ProgressBars(size >= LARGE).bar("verify", max(1, size)) as advance:
@@ -208,7 +208,7 @@ def audit(words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _native_lines_on_stderr() -> Iterator[None]:
-    """Within it what C++ prints on standard output (Gloo, of its connections) goes to standard error."""
+    """A context in which what C++ prints on standard output (Gloo, of its connections) goes to standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -260,7 +260,7 @@ if TYPE_CHECKING:
     from roxxel_dist.layouts.compare import Difference
 
 MUCH = 0.9
-"""How wrong a gradient is at least, as a share of the one that is most wrong, to be named first."""
+"""The least error of a gradient, as a share of the largest one, to be named first."""
 SHOWN = 4
 """Differences of a layout that are printed, after the first ones of each kind."""
 
@@ -330,8 +330,8 @@ def _lines(result: "LayoutResult") -> list[str]:
 
 
 def _by_guilt(gradients: "list[Difference]") -> "list[Difference]":
-    """Those that are wrong by much, in the order of the backward pass, as the others follow from the first of them; and
-    then those that are wrong by little: a small part of the step that goes back through the mistake."""
+    """The gradients that are wrong by much, in the order of the backward pass, as the others follow from the first of
+    them; and then those that are wrong by little: a small part of the step that goes back through the mistake."""
     most = max((each.share for each in gradients if math.isfinite(each.share)), default=0.0)
     return sorted(gradients, key=lambda each: each.share < MUCH * most)
 

@@ -1,8 +1,6 @@
-"""The arguments of a command: the fields of a dataclass, with their types, docstrings and sections of `--help`.
-
-A field marked `Positional` is given by place, one marked `Short` has a short form too; the others are flags. Where the
-dataclass has a Config as `fields`, each field of the Config is a flag as well.
-"""
+"""The arguments of a command: the fields of a dataclass, with their types, docstrings and sections of `--help`. A field
+marked `Positional` is given by place, one marked `Short` has a short form too; the others are flags. Where the
+dataclass has a Config as `fields`, each field of the Config is a flag as well."""
 
 import dataclasses
 import inspect
@@ -53,7 +51,7 @@ class Flag:
     name: str
     """The field."""
     hint: Any
-    """Its type, without marks."""
+    """The type, without marks."""
     default: Any
     """`dataclasses.MISSING` where it must be given."""
     owner: type
@@ -61,7 +59,7 @@ class Flag:
     section: str
     """The heading that it stands below."""
     short: str = ""
-    """Its short form."""
+    """The short form."""
 
     @property
     def doc(self) -> str:
@@ -138,10 +136,8 @@ class Flag:
 
 
 def flags_of(kind: Any, default: Any = None) -> list[Flag]:
-    """Every argument of a command in the order of its help, those of a config's fields among them.
-
-    `default` has the values to show as defaults. Of a class with `own_first` the flags that it declares itself lead.
-    """
+    """The arguments of a command in the order of its help, those of a config's fields among them. `default` has the
+    values to show as defaults. Of a class with `own_first` the flags that it declares itself lead."""
     flags = [*_fields_of(kind, default)]
     sections = [POSITIONALS, OPTIONS, *SWEEP_SECTIONS.values(), *CLASS_SECTIONS.values(), *CONFIG_SECTIONS.values()]
     leading = [*inspect.get_annotations(kind)] if getattr(kind, "own_first", False) else []

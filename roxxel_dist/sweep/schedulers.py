@@ -1,14 +1,13 @@
-"""Which trials get the next steps: W&B's hyperband stops trials; asha pauses them and lets them go on.
+"""The schedulers, which say what trials get the next steps: W&B's hyperband stops trials; asha pauses them and lets
+them go on.
 
 A scheduler keeps nothing that is not in the history: a new one, shown the same trials, decides the same. An iteration
-is a report, counted from 1.
-
-- Hyperband stops running trials as W&B's server does since 2023: at some iterations (bands) a trial must be among the
-  best `1/eta` of all that came so far, those that have ended included; judged by its best value up to now.
-- ASHA (Li et al. 2020, arXiv 1810.05934) pauses them: a trial that reaches a rung, which is one of the bands, pauses
-  there unless it is among the best `1/eta` of all that came so far. A free worker continues the best paused trial of
-  the highest rung that has one among its best `1/eta`, or else a new trial. Where no new ones come any more, the best
-  of each rung goes on in any case, so one trial at least reaches its end.
+is a report, counted from 1. Hyperband stops running trials as W&B's server does since 2023: at some iterations (bands)
+a trial must be among the best `1/eta` of all that came so far, those that have ended included; judged by its best value
+up to now. ASHA (Li et al. 2020, arXiv 1810.05934) pauses them: a trial that reaches a rung, which is one of the bands,
+pauses there unless it is among the best `1/eta` of all that came so far. A free worker continues the best paused trial
+of the highest rung that has one among its best `1/eta`, or else a new trial. Where no new ones come any more, the best
+of each rung goes on in any case, so one trial at least reaches its end.
 """
 
 import math
@@ -23,7 +22,7 @@ from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.journal import History, Trial
 
 PAUSING = ("asha",)
-"""Those that pause trials: W&B's server does not know them, and a program must be able to go on."""
+"""Schedulers that pause trials: W&B's server does not know them, and a program must be able to go on."""
 ETA = 3
 MAX_BANDS = 100
 FAR = 1_000_000_000
@@ -75,10 +74,9 @@ class _Curve:
 class _Scheduler:
     """The decisions of a study.
 
-    Args:
-        rule: `early_terminate`: `min_iter` and `eta`, or `max_iter`, `s` and `eta`; with `strict` a trial counts by its
-            value at a band or rung, else by its best one up to there (of hyperband, up to now).
-        sign: what a value is multiplied by so that less is better.
+    `rule` is `early_terminate`: `min_iter` and `eta`, or `max_iter`, `s` and `eta`; with `strict` a trial counts by its
+    value at a band or rung, else by its best one up to there (of hyperband, up to now). A value times `sign` is better
+    if it is less.
     """
 
     def __init__(self, rule: Mapping[str, Any], sign: float) -> None:
@@ -130,9 +128,7 @@ class Hyperband(_Scheduler):
 
     def choose(self, history: History, *, can_ask: bool) -> tuple[int, str] | None:
         """The paused trial that goes on now, with the reason: one that others paused goes on before there are new ones.
-
-        None: a new one, or none where `can_ask` is false.
-        """
+        None: a new one, or none where `can_ask` is false."""
         return next(((number, "it was paused") for number in history.paused), None)
 
     def estimate(self, history: History) -> dict[int, float]:
@@ -157,7 +153,7 @@ class Asha(_Scheduler):
             at[trial] = values[rung - 1] if self._is_strict else min(values[:rung])
 
     def judge(self, history: History, trial: int) -> dict[int, Verdict]:
-        """A trial that has come to a rung, and is not good enough there, pauses."""
+        """The pause of a trial that has come to a rung, and is not good enough there."""
         reported = history.trials[trial]
         count, level = len(reported.reports), self._level(reported)
         is_at_rung = level > 0 and count == self._bands[level - 1]
@@ -180,11 +176,9 @@ class Asha(_Scheduler):
         return None
 
     def estimate(self, history: History) -> dict[int, float]:
-        """Estimates of the results of unfinished trials, for the sampler.
-
-        A trial is taken to end as far behind the best trial as it is, at its last report, behind the best trial after
-        as many reports. Best means the best value so far.
-        """
+        """Estimates of the results of unfinished trials, for the sampler: each is taken to end as far behind the best
+        trial as it is, at its last report, behind the best trial after as many reports. Best means the best value so
+        far."""
         if history.best is None or history.best.value is None:
             return {}
         leaders: list[float] = []
@@ -202,7 +196,7 @@ class Asha(_Scheduler):
         }
 
     def _level(self, trial: Trial) -> int:
-        """How many rungs a trial has reached."""
+        """The number of rungs that a trial has reached."""
         return bisect_right(self._bands, len(trial.reports))
 
     def _values_at(self, history: History, level: int) -> dict[int, float]:
@@ -223,8 +217,8 @@ class Asha(_Scheduler):
 
 
 Scheduler = Hyperband | Asha
-"""It notes each report (`note`) and then judges the running trials (`judge`); it chooses the paused trial that goes on
-where a worker is free (`choose`), and estimates the results of unfinished ones for the sampler (`estimate`)."""
+"""A scheduler notes each report (`note`) and then judges the running trials (`judge`); it chooses the paused trial that
+goes on where a worker is free (`choose`), and estimates the results of unfinished ones for the sampler (`estimate`)."""
 
 
 def make_scheduler(sweep: Sweep) -> Scheduler | None:

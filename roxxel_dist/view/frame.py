@@ -39,7 +39,7 @@ class Look:
     width: int
     height: int
     ascii_only: bool = False
-    """For a terminal without Unicode."""
+    """Whether the terminal has no Unicode."""
     zoom: bool = False
     """Show only the last quarter of a curve."""
     chosen: int = 0
@@ -60,7 +60,7 @@ def frame(states: Sequence[State], look: Look, keys: str = "") -> list[Text]:
 
 
 def one(state: State, look: Look, room: int) -> list[Text]:
-    """All details of one item."""
+    """The details of one item."""
     if isinstance(state, RunState):
         return _run(state, look, room)
     return _study(state, room) if isinstance(state, StudyState) else _job(state, room)
@@ -325,9 +325,7 @@ def chart(
     curves: Sequence[Points], width: int, height: int, *, ascii_only: bool = False
 ) -> list[list[tuple[str, int]]]:
     """Lines of a chart of `width` columns and `height` rows: parts of text, each with the number of its curve, or -1.
-
-    The last row has the first and the last step. Empty if there are no points, or no room.
-    """
+    The last row has the first and the last step. Empty if there are no points, or no room."""
     points = [point for curve in curves for point in curve if math.isfinite(point[1])]
     columns, rows = width - LABEL - 2, height - 1
     if len(points) < 2 or columns < 8 or rows < 2:

@@ -31,7 +31,7 @@ NOTHING = f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a s
 LOOK_S = 2.0
 """Seconds between searches for new items, while `top` is open."""
 TAIL_BYTES, TAIL_LINES = 16 << 10, 12
-"""Of the end of a log."""
+"""Bytes and lines of the end of a log that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class StudyReader:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """What changes when a file is written; empty if there is none."""
+    """The facts that change when a file is written; empty if there is none."""
     try:
         status = file.stat()
     except OSError:
@@ -162,7 +162,7 @@ class Item:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells items apart: the kind of reader, and the name."""
+        """The key that tells items apart: the kind of reader, and the name."""
         return type(self.reader).__name__, self.name
 
 
@@ -173,7 +173,7 @@ def keep_readers(before: Iterable[Item], found: Iterable[Item]) -> list[Item]:
 
 
 def known_jobs() -> list[JobRecord]:
-    """All jobs, the oldest first; none if this user has no home directory."""
+    """The jobs of this user, the oldest first; none if there is no home directory."""
     with suppress(FileNotFoundError):
         return index.entries()
     return []
@@ -192,10 +192,8 @@ def is_behind(state: State) -> bool:
 
 
 def items_of(names: Sequence[str]) -> list[Item]:
-    """The items for names of runs, studies, folders of them, and jobs. Without names: the newest active one, else all.
-
-    Raises ValueError for an unknown name.
-    """
+    """The items for names of runs, studies, folders of them, and jobs; without names the newest active one, else all.
+    Raises ValueError for an unknown name."""
     if not names:
         return _newest()
     items = [item for name in names for item in _named(name)]
@@ -204,9 +202,7 @@ def items_of(names: Sequence[str]) -> list[Item]:
 
 class Watched:
     """The items that `top` shows while it is open. They are searched again, and readers keep what they have read.
-
-    Without names it shows one living run and changes to a newer one only after that has ended.
-    """
+    Without names it shows one living run and changes to a newer one only after that has ended."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names: Sequence[str] = names
@@ -224,7 +220,8 @@ class Watched:
             self.items = keep_readers(self.items, found)
 
     def _successor(self, states: Sequence[State]) -> list[Item]:
-        """What follows on one item: the run of a job, once it has a folder, and a living run on one that has ended."""
+        """The items that follow on one: the run of a job, once it has a folder, and a living run on one that has
+        ended."""
         (item,) = self.items
         if isinstance(item.reader, JobReader) and (found := _of_job(item.reader.record)) and found[0].key != item.key:
             return found
@@ -241,10 +238,8 @@ def is_active(state: State) -> bool:
 
 
 def all_items() -> list[Item]:
-    """The runs in `runs` and the studies in `studies`, then the runs of active jobs elsewhere.
-
-    Raises ValueError if there are none.
-    """
+    """The runs in `runs` and the studies in `studies`, then the runs of active jobs elsewhere. Raises ValueError if
+    there are none."""
     items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
     living = [item for job in known_jobs() if not job.is_over and job.is_known for item in _of_job(job)]
     items = list({(type(item.reader), os.path.realpath(item.name)): item for item in [*items, *living]}.values())
@@ -255,9 +250,7 @@ def all_items() -> list[Item]:
 
 def finder(names: Sequence[str]) -> Callable[[], list[Item]]:
     """A function that returns `items_of` names, or `all_items`: each call reads folders again, but buckets only once.
-
-    Raises ValueError for an unknown name.
-    """
+    Raises ValueError for an unknown name."""
     local = [name for name in names if bucket_url(name) is None]
     distant = [item for name in names if name not in local for item in _named(name)]
     return lambda: [*distant, *(items_of(local) if local else [] if names else all_items())]

@@ -103,7 +103,7 @@ class RunState:
     realised: Mapping[str, float]
     """Share of each data set in the rows that the current phase has read; empty if the plan is not on disk yet."""
     layout: str = ""
-    """How devices shared the newest batches; empty where each had whole rows of its own."""
+    """The way in which devices shared the newest batches; empty where each had whole rows of its own."""
     ranks: tuple[RankState, ...] = ()
     job: str = ""
     """Its newest job on this host."""
@@ -164,12 +164,8 @@ def current_phase(phases: Sequence[PhaseSpan], step: int) -> int:
 
 
 class MetricsTail:
-    """The curves of a `metrics.jsonl`, extended by new rows.
-
-    Attributes:
-        curves: those of the rows that are read.
-        row: the newest value of each metric, also of a file that is not read to its end yet.
-    """
+    """The curves of a `metrics.jsonl`, extended by new rows: `curves` are those of the rows that are read, `row` has
+    the newest value of each metric, also of a file that is not read to its end yet."""
 
     def __init__(self, path: Path) -> None:
         self.tail: Tail = Tail(path)
@@ -226,11 +222,8 @@ class RunReader:
         self._rates = RankRates()
 
     def read(self, job: JobRecord | None = None, *, brief: bool = False, deadline: float | None = None) -> RunState:
-        """The current state of the run; `job` is its newest job.
-
-        `deadline`: the time of `time.thread_time` at which it stops to read logs; the next call continues. Default: it
-        reads all.
-        """
+        """The current state of the run; `job` is its newest job. At the time `deadline` of `time.thread_time` it stops
+        to read logs, and the next call continues; by default it reads all."""
         metrics, times = self._metrics, TimeSpent()
         metrics.read(deadline)
         tails = [metrics.tail]

@@ -1,4 +1,4 @@
-"""What cannot be searched, refused before the first trial, with its line in the file.
+"""Checks that refuse what cannot be searched, before the first trial, with its line in the file.
 
 A search passes over a configuration that cannot run, so it would leave out a value that never can without a word.
 """
@@ -35,9 +35,9 @@ LOGGED = (
     "tokens", "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu", "hfu",
     "expert_load_min", "expert_load_mean", "expert_load_max", "expert_dropped",
 )  # fmt: skip
-"""What a training logs; besides, with `/`, losses by data set."""
+"""Metrics that a training logs; besides, with `/`, losses by data set."""
 CONFIGURATIONS = 500
-"""So many configurations of a search are looked at for one in which a parameter does something."""
+"""Configurations of a search that are looked at for one in which a parameter does something."""
 
 
 def check_metric(run: SweepRun) -> None:
@@ -101,7 +101,7 @@ def _of_metric(sweep: Sweep, why: str) -> ValueError:
 
 
 def metric_notes(run: SweepRun) -> list[str]:
-    """What a person should know of the metric, where it is not refused."""
+    """Lines for a person about the metric, where it is not refused."""
     sweep, lines = run.sweep, list[str]()
     if run.program is None and (names := changing_tokens(run)):
         lines.append(
@@ -130,7 +130,7 @@ def rung_notes(run: SweepRun, configs: Sequence[Config]) -> list[str]:
 
 
 def _validations(config: Config) -> int | None:
-    """How often a training evaluates, at most; None where its length depends on its data."""
+    """The number of validations of a training, at most; None where its length depends on its data."""
     lengths = [phase["steps"] for phase in config.phases or () if phase.get("steps") is not None]
     whole = sum(lengths) if lengths and len(lengths) == len(config.phases or ()) else None
     steps = min((length for length in (whole, config.max_steps) if length is not None), default=None)
@@ -221,7 +221,7 @@ MOST_VALUES = 500
 TRIED = 100
 """Configurations that are tried with a value which does not go with the config alone."""
 INSIDE = (0.02, 0.5, 0.98)
-"""Where in a range values are looked at: its ends need not be drawn."""
+"""Places in a range at which values are looked at: its ends need not be drawn."""
 
 
 def check_values(run: SweepRun) -> None:
@@ -254,7 +254,7 @@ def _values(kind: Distribution) -> Iterator[tuple[list[str | int], Any]]:
 
 
 def _wrong_type(name: str, value: Any, kind: Distribution) -> str | None:
-    """Why a field does not take a value of this type; None where it does."""
+    """The reason why a field does not take a value of this type; None where it does."""
     try:
         Config.from_dict({name: value})
     except UserError as error:
@@ -267,7 +267,7 @@ def _wrong_type(name: str, value: Any, kind: Distribution) -> str | None:
 
 
 def _refused(run: SweepRun, parameter: Parameter, value: Any) -> str | None:
-    """Why no trial can run with a value; None where some can, or other parameters are concerned."""
+    """The reason why no trial can run with a value; None where some can, or other parameters are concerned."""
     name = field_of(parameter)
     try:
         Config.from_dict({name: value}).validate()

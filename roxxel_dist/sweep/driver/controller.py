@@ -1,10 +1,9 @@
-"""The controller of a sweep: asks the sampler, runs trials as Ray tasks, keeps the journal; and what it holds for that.
+"""The controller of a sweep: asks the sampler, runs trials as Ray tasks, keeps the journal.
 
 Every event is on the disk before it is acted on, so a controller that is killed at any moment can be started again: it
-does not ask for a trial twice, does not repeat ended trials, and first runs unfinished ones again, from their
-checkpoints. Only messages of a trial that the controller had not yet written down are lost. Therefore the body of a
-trial that had finished must detect that when it runs again, and report its result at once. The work per report does not
-grow with the number of trials.
+asks for no trial twice, repeats no ended trial, and first runs unfinished ones again, from their checkpoints. A trial
+that had finished before that was written down reports its result again at once. The work per report does not grow with
+the number of trials.
 """
 
 import os
@@ -34,7 +33,7 @@ from roxxel_dist.utils.display import counted
 POLL_S = 0.5
 """Seconds until a signal is acted on."""
 WAITS_S = 30.0
-"""How long a trial waits for room before the user sees a message."""
+"""Seconds that a trial waits for room before the user sees a message."""
 
 HOURS_SPENT = "the hours of the search are over (--max_hours)"
 LOST = (
@@ -50,16 +49,16 @@ FOLDER_LOST = (
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a sweep ended."""
+    """The end of a sweep: exit code and reason."""
 
     code: int
-    """Of the process: 0, 1 (it cannot go on as it is), 42 (asked to end: start it again to go on), 69 (Ray is lost)."""
+    """The exit code: 0, 1 (it cannot go on as it is), 42 (asked to end: start it again to go on), 69 (Ray is lost)."""
     reason: str
 
 
 @dataclass(kw_only=True)
 class Controller:
-    """What `run_sweep` does, once the journal is held and Ray is there."""
+    """A sweep that runs: the journal is held, and Ray is there."""
 
     sweep: Sweep
     decisions: Decisions
@@ -259,7 +258,7 @@ class Controller:
         self._decided(self.decisions.decide_end(trial))
 
     def _write_stopped(self, trial: int, attempt: Attempt | None) -> None:
-        """A trial that was stopped early has ended: its best report is its value."""
+        """Write the end of a trial that was stopped early: its best report is its value."""
         value, stop = self._history.best_report(trial), self._history.trials[trial].stop
         assert value is not None, f"trial {trial} was stopped before its first report"
         assert stop is not None
@@ -284,7 +283,7 @@ class Controller:
         self.executor.await_exit(attempt)
 
     def _gone(self, attempt: Attempt) -> None:
-        """Its task has ended."""
+        """Note that the task of an attempt has ended."""
         self.executor.running.remove(attempt)
         if attempt.cancel_reason == "stop":
             self._write_stopped(attempt.trial, attempt)
@@ -359,28 +358,19 @@ def run_sweep(
 ) -> Ending:
     """Run a sweep, or go on with it.
 
-    Args:
-        study: its folder, or its bucket, which this process holds.
-        sweep: what is searched.
-        make_engine: makes an engine of the sweep that knows of no trial.
-        run: the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
-            {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but
-            the value may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again),
-            {"exhausted": {"reason"}} (there are no more trials), {"unserved": {"reason"}} (it was given no parameters,
-            and later ones would be given none) and {"fatal": {"reason"}} (none can run as things are); {"note":
-            {"text"}} is a line for people.
-            It ends soon after a KeyboardInterrupt, or when it is closed.
-        task_of: what `run` is called with, for a trial, its parameters, and its attempt (0, 1, …).
-        options: how.
-        resources: what Ray keeps for each trial: CPU, GPU, memory in bytes, custom ones.
-        on_change: called after every line of the journal, with the number of the trial that it is about.
-        log: shows a line to a person.
+    `make_engine` makes an engine that knows of no trial; `on_change` is called after every line of the journal, with
+    the number of the trial that it is about; `resources` are what Ray keeps for each trial: CPU, GPU, memory in bytes,
+    custom ones. `task_of` gives what `run` is called with, for a trial, its parameters, and its attempt (0, 1, …).
+    `run` is the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
+    {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but the value
+    may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again), {"exhausted": {"reason"}}
+    (there are no more trials), {"unserved": {"reason"}} (it was given no parameters, and later ones would be given
+    none) and {"fatal": {"reason"}} (none can run as things are); {"note": {"text"}} is a line for people. It ends soon
+    after a KeyboardInterrupt, or when it is closed.
 
-    Raises:
-        ValueError: the study is held or of another metric, or no node can run a trial.
-        ClusterError: the Ray cluster does not answer.
-        OSError: the journal cannot be written; of one in a bucket, StoreError.
-        LeaseLostError: another driver has taken a study in a bucket.
+    Raises ValueError where the study is held or of another metric, or no node can run a trial; ClusterError where the
+    Ray cluster does not answer; OSError where the journal cannot be written (in a bucket StoreError); LeaseLostError
+    where another driver has taken a study in a bucket.
     """
     place = study if isinstance(study, Path) else study.url
     with Journal(study, log) if isinstance(study, Path) else study.journal(log) as journal:

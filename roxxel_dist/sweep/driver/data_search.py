@@ -17,7 +17,7 @@ from roxxel_dist.sweep.study.journal import Trial
 SAME_SHARE = 2e-6
 """Shares that differ by less are the same: they have six decimals."""
 SAME_MOVED = 2e-3
-"""Likewise of shares that a budget of passes moved: where the solver ends differs with the version of scipy."""
+"""The same of shares that a budget of passes moved: where the solver ends differs with the version of scipy."""
 DECIDED = ("phases", "passes", "datasets", "validation", "val_fraction")
 """Fields that must be the same in all trials of a search over the data."""
 
@@ -25,14 +25,9 @@ DECIDED = ("phases", "passes", "datasets", "validation", "val_fraction")
 def with_data(sweep: Sweep, config: Any, data_path: str | Path | None, fields: set[str]) -> Sweep:
     """The sweep over the mixtures that its data allows; as it is without `mixtures` and `phase_ends`.
 
-    Args:
-        sweep: as its files say.
-        config: the `Config` that trials begin from.
-        data_path: of the primary data set, if it is not in `datasets`.
-        fields: those of the config that are parameters.
-
-    Raises:
-        ValueError: config, data or parameters cannot be searched so, or the passes leave no mixture.
+    `config` is the `Config` that trials begin from, `data_path` that of the primary data set if it is not in
+    `datasets`, and `fields` those of the config that are parameters. Raises ValueError where these cannot be searched
+    so, or the passes leave no mixture.
     """
     extras = sweep.data
     if not extras:

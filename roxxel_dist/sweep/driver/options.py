@@ -25,7 +25,7 @@ LONGEST_S = 10 * 365 * 86_400.0
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResources(Ranks):
-    """What a trial takes of the machines."""
+    """The resources that a trial takes of the machines."""
 
     task: Mapping[str, float]
     """What Ray keeps for the trial's task, as Ray counts it: CPU, GPU, memory in bytes, custom resources."""
@@ -75,11 +75,8 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(TrialOptions, SearchOptions):
-    """Settings of a sweep: each field is a flag of `roxxel-dist sweep`.
-
-    Raises:
-        ValueError: a value breaks its rule.
-    """
+    """Settings of a sweep: each field is a flag of `roxxel-dist sweep`. Raises ValueError for a value that breaks its
+    rule."""
 
     max_trial_time: str | None = None
     """Time limit of a trial: seconds, or for example 90m, 2h, 1d. Then the trial ends, and its best value counts."""
@@ -175,14 +172,10 @@ class SweepOptions(TrialOptions, SearchOptions):
             )
 
     def trial_resources(self, rules: Mapping[str, float]) -> TrialResources:
-        """What each trial takes.
+        """The resources of each trial.
 
-        Args:
-            rules: `resources` of the sweep's second file: CPU on each host, GPU over all of them, and custom ones. The
-                flags win over them.
-
-        Raises:
-            ValueError: so much cannot be dealt to hosts and processes.
+        `rules` are `resources` of the sweep's second file: CPU on each host, GPU over all of them, and custom ones. The
+        flags win over them. Raises ValueError for what cannot be dealt to hosts and processes.
         """
         # A CPU a process; on this machine not more than there are: they are shared, as with `launch local`.
         each = self.procs_per_host if self.ray_address else min(self.procs_per_host, os.cpu_count() or 1)

@@ -58,7 +58,7 @@ from roxxel_dist.sweep.trial.trial import run as run_trial
 from roxxel_dist.sweep.wandb_server import ServerSampler, agent_trial, create_or_join
 
 SHOWN_SAMPLES = 2
-"""Of a dry run."""
+"""Samples of a dry run."""
 
 
 def open_sweep(
@@ -185,18 +185,13 @@ def search(run: SweepRun, write_page: WritePage) -> int:
 
 
 def search_notes(run: SweepRun, configs: Sequence[Any] = ()) -> list[str]:
-    """What a person should know of the search, before a start and in a dry run.
-
-    Args:
-        run: the sweep.
-        configs: the Configs of some of its trials.
-    """
+    """Lines for a person, before a start and in a dry run; `configs` are the Configs of some trials."""
     values = [f"{each.name}: {each.distribution.note}" for each in run.sweep.space.parameters if each.distribution.note]
     return [*values, *metric_notes(run), *program_notes(run), *rung_notes(run, configs)]
 
 
 def _notes(run: SweepRun) -> list[str]:
-    """What a person should know before it begins."""
+    """Lines for a person before it begins."""
     lines = [f"study {run.study.place}: {run.description}, {run.extent}"]
     if run.bucket is None:
         place = run.study.place
@@ -240,10 +235,8 @@ def _last_words(run: SweepRun, ending: Ending, write_page: WritePage) -> None:
 
 
 def preview(run: SweepRun) -> str:
-    """What a search would do, as text, with the first samples.
-
-    Raises UserError where none can run, or a sample would be refused with its data.
-    """
+    """A search as text, with its first samples. Raises UserError where none can run, or a sample would be refused with
+    its data."""
     samples: list[Mapping[str, Any]] = []
     sampler, options, gpus = run.sampler(), run.options, run.resources.gpus_per_host
     try:
@@ -290,15 +283,10 @@ NO_SHAPE = {"init_std", "dropout_rate", "alpha_balance", "z_loss", "lora_dropout
 
 
 def wide_config(path: str | Path, narrow: Config, searched: set[str]) -> Config:
-    """The config in a file, with parametrization mup at the width of `narrow`.
+    """The config in a file, whose `num_blocks` may differ, with parametrization mup at the width of `narrow`, from
+    which trials begin.
 
-    Args:
-        path: the config of the wider model; its `num_blocks` may be another one too.
-        narrow: what the trials begin from.
-        searched: the names of the parameters that the sweep searches.
-
-    Raises:
-        ValueError: the search's result cannot carry over to it.
+    `searched` are the parameters that the sweep searches. Raises ValueError where its result cannot carry over.
     """
     if shapes := sorted(searched & ({field.name for field in fields(ModelConfig)} - NO_SHAPE)):
         raise UserError(
@@ -323,15 +311,8 @@ def wide_config(path: str | Path, narrow: Config, searched: set[str]) -> Config:
 
 
 def write_transferred(study: Study, wide: Config, base: Config, best: Config, searched: set[str]) -> Path:
-    """Write the config of the wider model with the values of the best trial; returns the file.
-
-    Args:
-        study: where it is written.
-        wide: from `wide_config`.
-        base: what the trials began from.
-        best: the config of the best one.
-        searched: the names of the parameters that the sweep searches.
-    """
+    """Write `wide` (of `wide_config`) with what `best`, the best trial's config, has other than `base`, from which
+    trials began, or `searched`; returns the file, in the study's folder."""
     before, values = base.to_dict(), best.to_dict()
     carried = {name: value for name, value in values.items() if name in searched or value != before[name]}
     path = study.path / TRANSFERRED

@@ -36,7 +36,7 @@ ANNEAL = "anneal"
 NO_FIELDS = frozenset({ANNEAL, SIDE})
 """Parameters that are no fields of a Config."""
 KNOWN_CONFIGS = 1000
-"""So many Configs of trials are kept: one is asked for when it is proposed and when its task is made."""
+"""Configs of trials that are kept: one is asked for when it is proposed and when its task is made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,8 @@ class SweepRun:
     server: str | None
     """The sweep of a W&B server that leads: its id there, "" for one that is not made yet; None: the search is here."""
     directory: str
-    """Where programs and models of the user's own are found: where the study began, wherever it is taken up."""
+    """The folder in which programs and models of the user's own are found: where the study began, wherever it is taken
+    up."""
     program: list[str] | None
     """The words of a program of the user's own."""
     resources: TrialResources
@@ -127,7 +128,7 @@ class SweepRun:
 
     @property
     def extent(self) -> str:
-        """How many trials there are to be, in a line."""
+        """The number of trials that there are to be, in a line."""
         begun, size, workers = len(self.history().trials), self.sweep.space.size, self.options.workers
         line = "trials until Ctrl-C" if self.count is None else counted(self.count, "trial")
         line += f", {begun} of them begun before" if begun else ""
@@ -160,7 +161,7 @@ class SweepRun:
 
     @cached_property
     def _configs(self) -> dict[str, Any]:
-        """Of `trial_config`, by parameters."""
+        """The configs of `trial_config`, by parameters."""
         return {}
 
     def sampler(self) -> Engine:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from roxxel_dist.sweep.space.passes import PassBudget
 
 Keys = tuple[str | int, ...]
-"""What leads to a value of a file: keys of mappings, and numbers of items of lists."""
+"""The path to a value of a file: keys of mappings, and numbers of items of lists."""
 DEEPEST_KEYS = 50
 METHODS = ("bayes", "random", "grid")
-"""Of W&B."""
+"""Methods of W&B."""
 GOALS = ("minimize", "maximize")
 KEYS = (
     "apiVersion", "command", "controller", "description", "early_terminate", "entity", "kind", "method", "metric",
@@ -60,7 +60,7 @@ class Sweep:
     goal: str
     space: Space
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Where the metric is a mean over data sets: the share of each in it. They sum to 1."""
+    """The share of each data set in a metric that is a mean over them, with sum 1; empty for another metric."""
     program: str | None = None
     command: tuple[str, ...] | None = None
     name: str | None = None
@@ -70,20 +70,16 @@ class Sweep:
     early_terminate: Mapping[str, Any] | None = None
     rules: Rules = field(default_factory=Rules)
     data: DataExtras = field(default_factory=DataExtras)
-    """What is searched of the data: shares, and ends of phases."""
+    """The parts of the data that are searched: shares, and ends of phases."""
     versus: Versus | None = None
-    """Of a study that compares two configurations: which, and when it ends."""
+    """The two configurations that a study compares, and when it ends; None: it searches."""
     locator: "YamlLocator" = field(default_factory=lambda: YamlLocator("sweep", {}), compare=False, repr=False)
-    """Where in the file its keys stand."""
+    """The lines of its keys in the file."""
     names_metric: bool = field(default=False, compare=False)
     """Whether the file says what the metric is."""
 
     def with_budget(self, budget: "PassBudget") -> "Sweep":
-        """The sweep over the mixtures that the passes over the data leave.
-
-        Raises:
-            ValueError: they leave none.
-        """
+        """The sweep over the mixtures that the passes over the data leave. Raises ValueError where they leave none."""
         space = replace(self.space, mixtures=budget.spaces())
         return replace(self, space=space, rules=replace(self.rules, budget=budget))
 
@@ -127,15 +123,8 @@ def hint_for(name: Any, names: Sequence[str]) -> str:
 
 
 def read_sweep(path: str | Path, extras: str | Path | None = None, *, strict: bool = True) -> Sweep:
-    """The sweep of a file.
-
-    Args:
-        path: the YAML file of the sweep.
-        extras: the second file.
-        strict: whether a key is refused that only W&B's server reads.
-
-    Raises UserError that names file, line and key.
-    """
+    """The sweep of a YAML file, and of a second one, `extras`. `strict`: refuse a key that only W&B's server reads.
+    Raises UserError that names file, line and key."""
     sweep, locator = _load(path, strict=strict)
     more, other = _load(extras, strict=strict) if extras is not None else ({}, locator)
     return _sweep(sweep, locator, more, other)
@@ -148,11 +137,8 @@ def sweep_of(sweep: Mapping[str, Any], extras: Mapping[str, Any] | None = None) 
 
 
 def as_sweep(sweep: Mapping[str, Any] | str | os.PathLike[str] | Sweep) -> Sweep:
-    """The sweep of a file, of a dictionary, or as it is.
-
-    Raises UserError as `read_sweep` and `sweep_of`, and for a metric that is named, is per token, and would rank
-    tokenizers.
-    """
+    """The sweep of a file, of a dictionary, or as it is. Raises UserError as `read_sweep` and `sweep_of`, and for a
+    metric that is named, is per token, and would rank tokenizers."""
     if isinstance(sweep, Sweep):
         return sweep
     found = read_sweep(os.fspath(sweep)) if isinstance(sweep, str | os.PathLike) else sweep_of(sweep)
@@ -430,7 +416,7 @@ def _rules(content: Mapping[str, Any], locator: YamlLocator, parameters: Any) ->
 
 
 def _versus(spec: Any, locator: YamlLocator) -> Versus | None:
-    """What `roxxel-dist versus` has written."""
+    """The key that `roxxel-dist versus` has written."""
     try:
         return None if spec is None else Versus(**spec)
     except TypeError:

@@ -22,11 +22,8 @@ LONGEST_SHOWN = 60
 
 
 def check_value(value: Any, depth: int = 0) -> Any:
-    """The value, with scalars of numpy as Python's own.
-
-    Raises:
-        UserError: it would arrive as something else; says what it is, and what to write.
-    """
+    """The value, with scalars of numpy as Python's own. Raises UserError where it would arrive as something else; it
+    says what the value is, and what to write."""
     if hasattr(value, "dtype") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if depth > DEEPEST:

@@ -41,7 +41,6 @@ def command_of(
     program: str | None, command: Sequence[str] | None, directory: str | Path | None = None
 ) -> list[str] | None:
     """The words of a sweep's own program, macros and all; None where its trials are trainings of a Config.
-
     `train_sweep.py` stands for such a training, where no file of that name does something else.
 
     Raises ValueError where there is no such program in the directory (None: that of this process).

@@ -41,21 +41,15 @@ def config_of(
     swept: Collection[str] | None = None,
     groups: Mapping[int, Sequence[int]] | None = None,
 ) -> Any:
-    """The checked `Config` of a trial.
+    """The checked `Config` of a trial, of the fields of a base, flat or in sections, and of its parameters, fields too.
 
-    Where a sweep varies the width or the heads of a model, the `n_heads` and `head_size` of the base, which were chosen
-    for its width, give way: those that the sweep does not give are derived, such that n_heads x head_size is dim and
-    kv_heads divides n_heads. W&B's runs are written offline where the base does not say otherwise. Shares and ends of
-    phases (mixture.1.code, phase_end.1) go into the phases of the base, whose passes are then apart.
-
-    Args:
-        base: fields of a Config, flat or in sections; the others have their defaults.
-        params: of the trial, fields too. A mapping for a field that holds one (`model_args`) goes into the base's.
-        swept: the names of all parameters of the sweep; by default those of `params`.
-        groups: the phases that have the shares of mixture.P.NAME, by P; that one alone where not given.
-
-    Raises:
-        ValueError: no such field (names the nearest one), or a value breaks its rule (names field, value and rule).
+    A mapping for a field that holds one (`model_args`) goes into the base's. Where a sweep, whose parameters are
+    `swept` (by default those of `params`), varies the width or the heads of a model, the `n_heads` and `head_size` of
+    the base, which were chosen for its width, give way: those that the sweep does not give are derived, such that
+    n_heads x head_size is dim and kv_heads divides n_heads. W&B's runs are written offline where the base does not say
+    otherwise. Shares and ends of phases (mixture.1.code, phase_end.1) go into the phases of the base, whose passes are
+    then apart; `groups` has the phases with the shares of mixture.P.NAME, by P. Raises ValueError for no such field
+    (names the nearest one), and for a value that breaks its rule (names field, value and rule).
     """
     fields, params = flat_fields(base), flat_fields(flatten_phase_params(params), "parameters")
     of_phases = {name: value for name, value in params.items() if is_of_phases(name)}
@@ -79,8 +73,8 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
     last one of `result`, `fail` (its own fault: kind, reason, log), `lost` (a machine's fault: it can resume from its
     checkpoint) and `fatal` (the disk is full: no trial can go on). `{"note": {"text"}}` is a line for people. A
     finished run yields its reports and its result at once. When the generator is closed, or interrupted, the training
-    is asked to stop, saves, and is killed after 15 s.
-    Relative paths start at the task's "directory", or else at that of this process.
+    is asked to stop, saves, and is killed after 15 s. Relative paths start at the task's "directory", or else at that
+    of this process.
     """
     task = TrialTask(**fields)
     folder, own = Path(task.run_dir), bool(task.program)
@@ -125,13 +119,9 @@ def follow(
     objective: "Objective",
     look: Callable[[], Event | None] = lambda: None,
 ) -> Generator[Event, None, tuple[int, str, str | None]]:
-    """Run a program; yield its start, its reports, and what `look` has to say while it runs.
-
-    Returns (exit code, output, "time" where its time was over).
-
-    It is ended when its time is over, when the metric is no number or comes from several runs, and when this generator
-    is closed or interrupted.
-    """
+    """Run a program; yield its start, its reports, and what `look` has to say while it runs; return (exit code, output,
+    "time" where its time was over). It is ended when its time is over, when the metric is no number or comes from
+    several runs, and when this generator is closed or interrupted."""
     limit = time.monotonic() + (task.max_time_s or math.inf)
     title = f"trial {task.trial}, attempt {task.attempt}"
     try:
@@ -154,12 +144,8 @@ def follow(
 
 
 class Objective:
-    """The reports of a trial, and its best value.
-
-    Attributes:
-        best: the best value; None before the first.
-        is_nan: whether the metric came as no finite number.
-    """
+    """The reports of a trial; `best` is the best value, None before the first, and `is_nan` says whether the metric
+    came as no finite number."""
 
     def __init__(self, task: TrialTask, tail: MetricsTail) -> None:
         self._task = task

@@ -1,7 +1,5 @@
 """`top --metrics`: the numbers of runs, jobs and studies as OpenMetrics text, served on this machine with a token.
-
-(https://prometheus.io/docs/specs/om/open_metrics_spec/)
-"""
+(https://prometheus.io/docs/specs/om/open_metrics_spec/)"""
 
 import math
 import os
@@ -161,12 +159,8 @@ LEAST = 16
 
 
 class Scrapes:
-    """The text of a scrape. Thread-safe.
-
-    Args:
-        find: finds the items. A ValueError means that there are none.
-        all_items: also those that had ended before the first scrape.
-    """
+    """The text of a scrape. Thread-safe. `find` finds the items; its ValueError means that there are none. `all_items`:
+    also those that had ended before the first scrape."""
 
     def __init__(self, find: Callable[[], Sequence[Item]], *, all_items: bool) -> None:
         self._find, self._all = find, all_items
@@ -198,11 +192,8 @@ class Scrapes:
 
 
 class MetricsServer(TokenServer):
-    """Serves the text of scrapes at `PATH`, to requests with the header `Authorization: Bearer TOKEN`.
-
-    Raises:
-        ValueError: the port is not available.
-    """
+    """A server of the text of scrapes at `PATH`, to requests with the header `Authorization: Bearer TOKEN`. Raises
+    ValueError where the port is not available."""
 
     def __init__(self, scrapes: Scrapes, port: int, token: str) -> None:
         self.scrapes: Scrapes = scrapes
