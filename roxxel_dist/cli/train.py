@@ -10,14 +10,7 @@ import sysconfig
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
-from roxxel_dist.cli.arguments import (
-    ConfigArgs,
-    check_new_run,
-    check_training,
-    parse_config,
-    parse_train,
-    step_range,
-)
+from roxxel_dist.cli.arguments import ConfigArgs, check_new_run, check_training, parse_config, parse_train, step_range
 from roxxel_dist.cli.flags import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.output import info

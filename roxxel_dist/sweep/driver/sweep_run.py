@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.place.directory import is_study
-from roxxel_dist.settings.config import (
-    SECTIONS,
-    Config,
-)
+from roxxel_dist.settings.config import SECTIONS, Config
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.samplers import Engine, make
@@ -18,13 +15,7 @@ from roxxel_dist.sweep.space.extras import SEED, SIDE, SIDES
 from roxxel_dist.sweep.space.sweep_file import Parameter, Params, Sweep
 from roxxel_dist.sweep.space.trial_phases import is_of_phases
 from roxxel_dist.sweep.space.values import as_text
-from roxxel_dist.sweep.study.folder import (
-    CORPUS,
-    IDENTITY,
-    LOGS,
-    TRIALS,
-    StudyDir,
-)
+from roxxel_dist.sweep.study.folder import CORPUS, IDENTITY, LOGS, TRIALS, StudyDir
 from roxxel_dist.sweep.study.journal import History, read_history
 from roxxel_dist.sweep.trial.corpus import shards_of
 from roxxel_dist.sweep.trial.process import TrialTask

@@ -165,13 +165,7 @@ class StudyDir:
         return read_sweep(self._definition, self._extras if self._extras.exists() else None, strict=False)
 
     def open(
-        self,
-        sweep_config: str | None,
-        extras: str | None,
-        config: Any,
-        data_path: str | None,
-        *,
-        strict: bool = True,
+        self, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None, *, strict: bool = True
     ) -> tuple[Sweep, str | None]:
         """(the sweep, the data) of a study that is there, or begins. Nothing is written.
 

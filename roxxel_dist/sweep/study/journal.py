@@ -317,11 +317,7 @@ class Journal:
     """
 
     def __init__(
-        self,
-        study: Path,
-        log: Callable[[str], None],
-        wait_s: float = WAIT_S,
-        stored: "JournalWriter | None" = None,
+        self, study: Path, log: Callable[[str], None], wait_s: float = WAIT_S, stored: "JournalWriter | None" = None
     ) -> None:
         self._study, self._log, self._wait_s, self._stored = study, log, wait_s, stored
         self.history = History()

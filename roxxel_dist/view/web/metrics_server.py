@@ -30,10 +30,7 @@ FAMILIES: Mapping[str, tuple[Kind, str]] = {
     "roxxel_train_loss": ("gauge", "The newest logged loss of a training step."),
     "roxxel_val_loss": ("gauge", "The loss of the newest validation."),
     "roxxel_best_val_loss": ("gauge", "The smallest loss of a validation."),
-    "roxxel_tokens_per_second": (
-        "gauge",
-        "The newest logged rate of the whole run: computed tokens.",
-    ),
+    "roxxel_tokens_per_second": ("gauge", "The newest logged rate of the whole run: computed tokens."),
     "roxxel_logged": ("gauge", "The newest value of each logged metric, by its name."),
     "roxxel_goodput_ratio": ("gauge", "Share of the time in steps that are done for the first time."),
     "roxxel_spent_seconds": ("gauge", "Where the time went: training, repeated, saving and so on."),
