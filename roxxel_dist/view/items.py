@@ -24,7 +24,7 @@ from roxxel_dist.sweep.study.journal import History
 from roxxel_dist.train.log.csv_jsonl import Tail
 from roxxel_dist.utils.display import plain
 from roxxel_dist.view.bucket import BucketRunReader
-from roxxel_dist.view.run import RankRates, RankState, RunReader, RunState
+from roxxel_dist.view.run import RankRates, RankState, RunReader, RunState, modified_time
 
 RUNS, STUDIES = Path("runs"), Path("studies")
 NOTHING = f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder"
@@ -68,7 +68,7 @@ class StudyReader:
             self._study = replace(self._study, history=History())
         history = self._study.history
         for event in events:
-            with suppress(KeyError, TypeError):  # a damaged line, which `report` names
+            with suppress(KeyError, TypeError, ValueError):  # a damaged line, which `report` names
                 history.apply(event)
         self._study = replace(self._study, is_searched=is_held(self.path / LOCK, unknown=False))
         return state_of(self._study)
@@ -140,12 +140,12 @@ class JobReader:
         return JobState(record=self.record, ranks=self._rates.read(self.record), lines=lines)
 
 
-def last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
+def last_lines(log: Path) -> tuple[str, ...]:
     """The last lines of a log; none if it cannot be read."""
     try:
         with log.open("rb", buffering=0) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            return tuple(file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-count:])
+            return tuple(file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-TAIL_LINES:])
     except OSError:
         return ()
 
@@ -240,7 +240,7 @@ def is_active(state: State) -> bool:
 def all_items() -> list[Item]:
     """The runs in `runs` and the studies in `studies`, then the runs of active jobs elsewhere. Raises ValueError if
     there are none."""
-    items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
+    items = _in_folders((RUNS, STUDIES))
     living = [item for job in known_jobs() if not job.is_over and job.is_known for item in _of_job(job)]
     items = list({(type(item.reader), os.path.realpath(item.name)): item for item in [*items, *living]}.values())
     if not items:
@@ -288,7 +288,20 @@ def _in_folder(folder: Path) -> list[Item]:
     if not folder.is_dir():
         return []
     inside = [path for path in folder.iterdir() if path.is_dir() and (is_run(path) or is_study(path))]
-    return [item for path in sorted(inside, key=_written, reverse=True) for item in _in_folder(path)]
+    return _in_folders(sorted(inside, key=_written, reverse=True))
+
+
+def _in_folders(folders: Iterable[Path]) -> list[Item]:
+    """The items in folders. A study that cannot be read does not hide the others: where there are none it is named."""
+    items, damage = list[Item](), None
+    for folder in folders:
+        try:
+            items += _in_folder(folder)
+        except UserError as error:
+            damage = error
+    if damage is not None and not items:
+        raise damage
+    return items
 
 
 def _newest() -> list[Item]:
@@ -296,7 +309,7 @@ def _newest() -> list[Item]:
     living = [job for job in known_jobs() if not job.is_over and job.is_known]
     if living := [job for job in living if job.ran] or living:
         return _of_job(living[-1])
-    items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
+    items = _in_folders((RUNS, STUDIES))
     for item in items:
         if is_active(read(item, brief=True, deadline=0.0)):
             return [item]
@@ -306,8 +319,7 @@ def _newest() -> list[Item]:
 
 
 def _written(path: Path) -> float:
-    times = [(path / name).stat().st_mtime for name in (METRICS, JOURNAL) if (path / name).is_file()]
-    return max(times, default=0.0)
+    return max(modified_time(path / name) for name in (METRICS, JOURNAL))
 
 
 def values(state: State) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from roxxel_dist.sweep.study.journal import Journal
 from roxxel_dist.train.log.timeline import read_timeline
 from roxxel_dist.view import items
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.items import Watched, read
+from roxxel_dist.view.items import Watched, items_of, read
 from roxxel_dist.view.read import Columns
 from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.web.sections import sections
@@ -240,6 +240,21 @@ def test_top_stays_at_a_run_that_has_ended_where_none_lives(place):
     assert names(watched) == ["runs/one"]
     shutil.rmtree("runs")
     assert names(watched) == ["runs/one"]
+
+
+@pytest.mark.parametrize("words", [("studies",), ()])
+def test_a_study_that_cannot_be_read_hides_no_other(place, words):
+    Path("studies").mkdir()
+    made_study(Path(), 2).rename("studies/one")
+    shutil.copytree("studies/one", "studies/damaged")
+    Path("studies/damaged/study.yaml").write_text("method: guess\n")
+    with Path("studies/one/journal.jsonl").open("a") as file:
+        file.write('{"event": "ask", "trial": 9, "params": {"lr": {"$float": "x"}}, "point": []}\n')
+    (item,) = items_of(words)
+    assert (item.name, len(read(item).study.history.trials)) == ("studies/one", 2)
+    shutil.rmtree("studies/one")
+    with pytest.raises(ValueError, match=r"studies/damaged/study\.yaml, line 1: method: 'guess'"):
+        items_of(words)
 
 
 @pytest.mark.parametrize("words", [(), ("runs",)])

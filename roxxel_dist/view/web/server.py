@@ -82,6 +82,8 @@ class Feed:
             return
         try:
             found = self._find()
+        except OSError:  # a folder is being deleted or created: the items stay
+            found = [*self._items.values()]
         except ValueError:
             if not self._items:
                 raise
