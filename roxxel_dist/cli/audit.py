@@ -325,7 +325,8 @@ def _lines(result: "LayoutResult") -> list[str]:
             shown.append(f"  {each}")
         kinds.add(each.kind)
     if len(gradients) > 1:
-        shown.append(f"  and {len(gradients) - 1} more gradients: {_few([each.name for each in gradients[1:]])}")
+        names = [each.name for each in gradients[1 : SHOWN + 1]] + ["…"] * (len(gradients) > SHOWN + 1)
+        shown.append(f"  and {len(gradients) - 1} more gradients: {', '.join(names)}")
     return [head, *shown]
 
 
@@ -334,7 +335,3 @@ def _by_guilt(gradients: "list[Difference]") -> "list[Difference]":
     them; and then those that are wrong by little: a small part of the step that goes back through the mistake."""
     most = max((each.share for each in gradients if math.isfinite(each.share)), default=0.0)
     return sorted(gradients, key=lambda each: each.share < MUCH * most)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")

@@ -152,7 +152,12 @@ def _fields_of(kind: Any, default: Any) -> Iterator[Flag]:
         if field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
         if name == "fields":
-            yield from _config_fields(getattr(default, name, value))
+            from roxxel_dist.settings.config import FIELD_TYPES
+
+            values, heading = getattr(default, name, value), ""
+            for each, hint in FIELD_TYPES.items():
+                heading = CONFIG_SECTIONS.get(each, heading)
+                yield Flag(name=each, hint=hint, default=getattr(values, each), owner=type(values), section=heading)
             continue
         hint, *marks = get_args(types[name]) if get_origin(types[name]) is Annotated else (types[name],)
         declared = next(base.__name__ for base in kind.__mro__ if name in inspect.get_annotations(base))
@@ -165,12 +170,3 @@ def _fields_of(kind: Any, default: Any) -> Iterator[Flag]:
             section=POSITIONALS if POSITIONAL in marks else CLASS_SECTIONS.get(declared, section),
             short=next((mark.flag for mark in marks if isinstance(mark, Short)), ""),
         )
-
-
-def _config_fields(values: Any) -> Iterator[Flag]:
-    from roxxel_dist.settings.config import FIELD_TYPES
-
-    section = ""
-    for name, hint in FIELD_TYPES.items():
-        section = CONFIG_SECTIONS.get(name, section)
-        yield Flag(name=name, hint=hint, default=getattr(values, name), owner=type(values), section=section)

@@ -127,11 +127,9 @@ def _mixture(entry: Any, path: list[str], refuse: Refuse) -> MixtureSpec:
     if step is not None and not is_number(step):
         raise refuse([*path, "step"], f"{step!r} must be a number, such as 0.1")
     lows, highs = zip(*bounds.values(), strict=True)
-    for which, total, wrong in (("min", math.fsum(lows), ">"), ("max", math.fsum(highs), "<")):
-        if total > 1 + 1e-9 if wrong == ">" else total < 1 - 1e-9:
-            side = lows if which == "min" else highs
+    for which, side, rule, sign in (("min", lows, "at most", 1), ("max", highs, "at least", -1)):
+        if sign * ((total := math.fsum(side)) - 1) > ROUNDING:
             terms = " + ".join(f"{share:g} ({name})" for name, share in zip(bounds, side, strict=True))
-            rule = "at most" if wrong == ">" else "at least"
             raise refuse([*path, "datasets"], f"the {which} sum to {total:g}, and must sum to {rule} 1: {terms}")
     spec = MixtureSpec(phases=tuple(phases), bounds=bounds, max_passes=most, step=step)
     if len(set(phases)) == len(phases):

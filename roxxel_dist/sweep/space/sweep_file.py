@@ -3,7 +3,6 @@
 import difflib
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
@@ -14,7 +13,7 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, read_yaml
 from roxxel_dist.settings.values import with_numbers
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
-from roxxel_dist.sweep.space.distributions import distribution
+from roxxel_dist.sweep.space.distributions import distribution, is_finite
 from roxxel_dist.sweep.space.extras import DataExtras, Versus, data_extras
 from roxxel_dist.sweep.space.space import Parameter, Params, Space
 from roxxel_dist.sweep.space.values import check_value
@@ -280,7 +279,7 @@ def _weights(metric: Mapping[str, Any], locator: YamlLocator) -> dict[str, float
     if not isinstance(weights, Mapping) or not weights:
         raise locator.error(where, "must be names of validation sets with numbers, such as {code: 0.5, math: 0.5}")
     for name, weight in weights.items():
-        if not _is_amount(weight):
+        if not is_finite(weight) or weight < 0:
             raise locator.error([*where, str(name)], f"{weight!r} must be a number, 0 or more")
     if not (largest := max(weights.values())):
         raise locator.error(where, "they sum to 0: at least one must be above 0")
@@ -368,7 +367,7 @@ def _early_terminate(spec: Any, locator: YamlLocator) -> Mapping[str, Any] | Non
     if "min_iter" not in spec and not {"max_iter", "s"} <= set(spec):
         raise locator.error(["early_terminate"], "needs `min_iter`, or `max_iter` and `s`")
     for key in sorted(set(spec) - {"type", "strict"}):
-        if not _is_amount(spec[key]) or not spec[key]:
+        if not is_finite(spec[key]) or spec[key] <= 0:
             raise locator.error(["early_terminate", str(key)], f"{spec[key]!r} must be a number above 0")
     return spec
 
@@ -399,7 +398,7 @@ def _rules(content: Mapping[str, Any], locator: YamlLocator, parameters: Any) ->
         if name not in names:
             raise locator.error(["when", name], f"there is no such parameter: {hint_for(name, names)}")
     for name, amount in resources.items():
-        if not _is_amount(amount):
+        if not is_finite(amount) or amount < 0:
             raise locator.error(["resources", name], f"{amount!r} must be a number, 0 or more")
     every = [*names, *derived]
     formulas = {name: formula(["derived", name], text, every) for name, text in derived.items()}
@@ -432,8 +431,3 @@ def _in_order(key: str, needed: Mapping[str, set[str]], locator: YamlLocator) ->
         raise locator.error(
             [key], f"each of these formulas needs the other: {cycle}: take one of these names out of a formula"
         ) from None
-
-
-def _is_amount(value: Any) -> bool:
-    """Whether it is a finite number, 0 or more."""
-    return type(value) in (int, float) and 0 <= value <= sys.float_info.max

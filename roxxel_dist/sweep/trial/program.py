@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.trial.process import TrialTask, client_environment, environment, launch_command
 from roxxel_dist.sweep.trial.tail import MARK, trial_token
@@ -25,7 +24,9 @@ DEFAULT_COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 OURS = "train_sweep.py"
 MACRO = re.compile(r"\$\{(.*)\}")
 ENVVAR = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
-PARAMETERS, PARAMETERS_JSON, ENDED = "parameters.yaml", "parameters.json", "ended.json"
+PARAMETERS, PARAMETERS_JSON = "parameters.yaml", "parameters.json"
+ENDED = "ended.json"
+"""The file in the folder of a trial whose program has ended well: it is not run again."""
 RANK_PROGRAM = "roxxel_dist.sweep.trial.program"
 
 
@@ -114,16 +115,6 @@ def prepare(task: TrialTask, folder: Path) -> tuple[list[str], dict[str, str]]:
         words = ["/usr/bin/env", sys.executable, "-m", RANK_PROGRAM, *words]
         own[CONFIG_ENV] = json.dumps(wandb_config)
     return launch_command(task, words, env=own), environment(own)
-
-
-def note_end(folder: Path) -> None:
-    """Remember that the program has ended well: it is not run again."""
-    write_file(folder / ENDED, '{"exit_code": 0}\n')
-
-
-def has_ended(folder: Path) -> bool:
-    """Whether `note_end` was called."""
-    return (folder / ENDED).exists()
 
 
 def main(words: Sequence[str]) -> NoReturn:

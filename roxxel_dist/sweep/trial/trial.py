@@ -13,6 +13,7 @@ from typing import Any
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, read_cursor
 from roxxel_dist.place.directory import LOCK, is_held
+from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.file_lock import holder
 from roxxel_dist.process.process_stat import AwakeClock
 from roxxel_dist.settings.config import Config, flat_fields
@@ -28,7 +29,7 @@ from roxxel_dist.sweep.trial.process import (
     environment,
     launch_command,
 )
-from roxxel_dist.sweep.trial.program import has_ended, note_end, prepare
+from roxxel_dist.sweep.trial.program import ENDED, prepare
 from roxxel_dist.sweep.trial.tail import MetricsTail, WandbTail
 
 HEADS = ("n_heads", "head_size")
@@ -86,7 +87,7 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
     if own:
         tail = WandbTail(folder.absolute(), task.metric, directory)
     objective = Objective(task, tail)
-    if has_ended(folder) if own else read_cursor(folder).get("finished"):  # its end is not yet in the journal
+    if (folder / ENDED).exists() if own else read_cursor(folder).get("finished"):  # its end is not yet in the journal
         yield from objective.reports(last=True)
         yield objective.result(None)
         return
@@ -105,7 +106,7 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
         yield {"note": {"text": f"it starts from step 1 again: there is no checkpoint in {folder / CHECKPOINTS}"}}
     code, output, stopped = yield from follow(task, command, env, objective)
     if code == 0 and own and not (stopped or objective.is_over):
-        note_end(folder)
+        write_file(folder / ENDED, '{"exit_code": 0}\n')
     if code == 0 or stopped or objective.is_over:
         yield objective.result(stopped)
     else:
