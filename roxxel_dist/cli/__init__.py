@@ -122,16 +122,12 @@ def _dispatch(group: str, names: Iterable[str], find: Callable[[str], Command], 
 
 def _overview(group: str, commands: dict[str, Command]) -> str:
     rows = [(f"  {name}", (command.__doc__ or "").splitlines()[0].rstrip(".")) for name, command in commands.items()]
-    lines = aligned(rows, left=None)
     name = f"roxxel-dist {group}".strip()
-    what = (ABOUT.get(group) or "") + "\n\n"
-    more = "" if group else "\n`roxxel-dist --version` prints the versions of this package and of those that it uses."
-    return (
-        f"usage: {name} COMMAND …\n\n{what}"
-        + "\n".join(lines)
-        + f"\n\n`{name} COMMAND --help` lists the options of a command."
-        + more
-    )
+    lines = [f"usage: {name} COMMAND …", "", ABOUT[group], "", *aligned(rows, left=None), ""]
+    lines.append(f"`{name} COMMAND --help` lists the options of a command.")
+    if not group:
+        lines.append("`roxxel-dist --version` prints the versions of this package and of those that it uses.")
+    return "\n".join(lines)
 
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers", "ray", "wandb", "obstore")

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cli.arguments import ConfigArgs, parse_config, step_range
@@ -45,27 +45,19 @@ def verify(words: list[str]) -> int:
         return _verify_in_bucket(ref, args)
     folder = ref.run / "checkpoints" if (ref.run / "checkpoints").is_dir() else ref.run
     steps = steps_of(folder)
-    if ref.step is not None and (folder / str(ref.step)) not in [folder / str(step) for step in steps]:
-        known = ", ".join(map(str, steps)) or "none"
-        raise UserError(f"RUN is {ref}: {folder} has no checkpoint of step {ref.step}; those there are: {known}")
+    chosen = _chosen_steps(ref, steps, folder)
     verdicts: list[Any] = []
     if steps or folder != ref.run:
-        steps = steps if ref.step is None else [ref.step]
         weights = ref.step is None and folder != ref.run and checks.is_export(ref.run)
-        paths = [folder / str(step) for step in steps]
-        with _progress(checks.size_of(paths)) as advance:
-            for verdict in checks.verify_checkpoints(folder, steps, advance):
-                verdicts += _show(verdict, args)
-        for verdict in checks.set_aside(folder) if ref.step is None else ():
-            verdicts += _show(verdict, args)
-        for verdict in checks.verify_export(ref.run, lambda _: None) if weights else ():
-            verdicts += _show(verdict, args)
+        with _progress(checks.size_of([folder / str(step) for step in chosen])) as advance:
+            verdicts += _show(checks.verify_checkpoints(folder, chosen, advance), args)
+        verdicts += _show(checks.set_aside(folder) if ref.step is None else (), args)
+        verdicts += _show(checks.verify_export(ref.run, lambda _: None) if weights else (), args)
         if not verdicts:
             raise UserError(f"PATH is {args.path}: {folder} has no checkpoint yet")
     elif checks.is_export(ref.run):
         with _progress(checks.size_of([ref.run])) as advance:
-            for verdict in checks.verify_export(ref.run, advance):
-                verdicts += _show(verdict, args)
+            verdicts += _show(checks.verify_export(ref.run, advance), args)
     else:
         return _verify_shards(args)
     return _report(verdicts, args)
@@ -96,23 +88,29 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
         steps = sorted(kept.saved(read_only=True))
         if not steps and not kept.damaged():
             return _verify_shards(args)
-        if ref.step is not None and ref.step not in steps:
-            known = ", ".join(map(str, steps)) or "none"
-            raise UserError(f"RUN is {ref}: {run} has no checkpoint of step {ref.step}; those there are: {known}")
-        for step in steps if ref.step is None else [ref.step]:
+        for step in _chosen_steps(ref, steps, run):
             kept.fetch_all(step)  # the errors are found again, and reported
-            for verdict in checks.verify_checkpoints(folder, [step], lambda _: None):
-                verdicts += _show(verdict, args)
+            verdicts += _show(checks.verify_checkpoints(folder, [step], lambda _: None), args)
             shutil.rmtree(folder / str(step), ignore_errors=True)
-        for name in kept.damaged() if ref.step is None else ():
-            verdicts += _show(checks.Verdict(name=name, state="renamed"), args)
+        names = kept.damaged() if ref.step is None else ()
+        verdicts += _show((checks.Verdict(name=name, state="renamed") for name in names), args)
     return _report(verdicts, args)
 
 
-def _show(verdict: Any, args: VerifyArgs) -> list[Any]:
-    if not args.json:
-        print(verdict, flush=True)
-    return [verdict]
+def _chosen_steps(ref: Any, steps: list[int], place: Any) -> list[int]:
+    """The steps whose checkpoints are compared. Raises UserError where there is none of the step that is named."""
+    if ref.step is not None and ref.step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"RUN is {ref}: {place} has no checkpoint of step {ref.step}; those there are: {known}")
+    return steps if ref.step is None else [ref.step]
+
+
+def _show(verdicts: Iterable[Any], args: VerifyArgs) -> Iterator[Any]:
+    """The verdicts, each printed as it comes, but for --json."""
+    for verdict in verdicts:
+        if not args.json:
+            print(verdict, flush=True)
+        yield verdict
 
 
 def _verify_shards(args: VerifyArgs) -> int:

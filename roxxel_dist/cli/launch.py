@@ -34,6 +34,7 @@ def command_of(name: str) -> Callable[[list[str]], int]:
 
     def command(words: list[str]) -> int:
         from roxxel_dist.launcher.job.backend import LaunchRequest
+        from roxxel_dist.launcher.job.spec import flag
 
         end = words.index("--") if "--" in words else len(words)
         with usage_errors():
@@ -49,7 +50,9 @@ def command_of(name: str) -> Callable[[list[str]], int]:
         options = parse(kind, given, f"launch {name}")
         with usage_errors():
             _check_counts(options)
-            needs = device_needs([] if name == "k8s" and _is_in_the_image(program) else program)
+            config = flag(program, "config") if name == "k8s" else None  # which may be in the image, and no file here
+            in_image = config is not None and not os.path.exists(config)
+            needs = device_needs([] if in_image else program)
         request = LaunchRequest(
             command=tuple(program),
             words=given,
@@ -122,14 +125,6 @@ def _check_counts(options: Any) -> None:
         most = MOST_OF_HOST.get(field.name, MOST)
         if is_count and not abs(value) <= most:  # so neither nan nor inf
             raise UserError(f"--{field.name.replace('_', '-')} {value}: must be at most {most:,}")
-
-
-def _is_in_the_image(command: Sequence[str]) -> bool:
-    """Whether the config of a `train` command is no file of this machine."""
-    from roxxel_dist.launcher.job.spec import flag
-
-    config = flag(command, "config")
-    return config is not None and not os.path.exists(config)
 
 
 def device_needs(command: Sequence[str]) -> DeviceNeeds:

@@ -230,8 +230,7 @@ def _ranks(ranks: Sequence[RankState]) -> list[Text]:
 
 
 def _restarts(restarts: Sequence[Restart]) -> list[Text]:
-    lines = [f"{_clock(last.time)} attempt {last.attempt}, step {last.step:,}" for last in restarts[-3:]]
-    lines = [f"{line}: {last.cause}" for line, last in zip(lines, restarts[-3:], strict=True)]
+    lines = [f"{_clock(one.time)} attempt {one.attempt}, step {one.step:,}: {one.cause}" for one in restarts[-3:]]
     earlier = [f"{len(restarts) - 3} earlier"] if len(restarts) > 3 else []
     return [Text(f"restart  {line}", "yellow") for line in [*earlier, *lines]]
 

@@ -376,15 +376,9 @@ def _phases_of(shapes: Sequence[Mapping[str, Any]]) -> tuple[PhaseSpan, ...]:
     for shape in shapes:
         weights = dict(shape["weights"])
         total = sum(weights.values())
-        phases.append(
-            PhaseSpan(
-                first=first,
-                last=first + shape["steps"] - 1,
-                batch_size=shape["batch_size"],
-                seq_len=shape["seq_len"],
-                weights={name: weight / total for name, weight in weights.items()},
-            )
-        )
+        shares = {name: weight / total for name, weight in weights.items()}
+        sizes = {name: shape[name] for name in ("batch_size", "seq_len")}
+        phases.append(PhaseSpan(first=first, last=first + shape["steps"] - 1, weights=shares, **sizes))
         first += shape["steps"]
     return tuple(phases)
 

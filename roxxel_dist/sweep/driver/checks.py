@@ -40,6 +40,34 @@ CONFIGURATIONS = 500
 """Configurations of a search that are looked at for one in which a parameter does something."""
 
 
+def check_sweep(run: SweepRun) -> None:
+    """Check a sweep before its first trial. Raises ValueError for the first thing that cannot be searched."""
+    sides, sweep = run.sides, run.sweep
+    for side in sides:
+        check_metric(side)
+    check_comparable(run)
+    check_pauses(run)
+    if run.program is not None or run.server is not None:
+        return
+    for side in sides:
+        check_of_trainings(sweep, side.config, side.config.primary_path(run.data_path))
+    check_command(sweep)
+    check_integers(sweep)
+    if not run.study.is_there:
+        check_values(run)
+    check_effect(run)
+
+
+def search_notes(run: SweepRun, configs: Sequence[Any] = ()) -> list[str]:
+    """Lines for a person, before a start and in a dry run; `configs` are the Configs of some trials."""
+    sweep = run.sweep
+    lines = [f"{each.name}: {each.distribution.note}" for each in sweep.space.parameters if each.distribution.note]
+    lines += metric_notes(run)
+    if sweep.program is not None and sweep.command and "${program}" not in sweep.command:
+        lines.append(f"program: {sweep.program} is not used, because no word of `command` is ${{program}}")
+    return [*lines, *rung_notes(run, configs)]
+
+
 def check_metric(run: SweepRun) -> None:
     """Raises UserError for a metric that no training logs. A loss or a model of the user's own may log anything."""
     metric, is_ours = run.sweep.metric, run.program is None and run.server is None
@@ -135,14 +163,6 @@ def _validations(config: Config) -> int | None:
     whole = sum(lengths) if lengths and len(lengths) == len(config.phases or ()) else None
     steps = min((length for length in (whole, config.max_steps) if length is not None), default=None)
     return None if steps is None or config.eval_every < 1 else -(-steps // config.eval_every)
-
-
-def program_notes(run: SweepRun) -> list[str]:
-    """A line where `program` is given, and no word of `command` stands for it."""
-    sweep = run.sweep
-    if sweep.program is None or not sweep.command or "${program}" in sweep.command:
-        return []
-    return [f"program: {sweep.program} is not used, because no word of `command` is ${{program}}"]
 
 
 def check_command(sweep: Sweep) -> None:

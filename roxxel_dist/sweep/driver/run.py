@@ -1,7 +1,7 @@
 """A sweep from its command line: the study, the sampler, the controller, and the last words."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,19 +19,7 @@ from roxxel_dist.run.curriculum import check_data
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, Config, load_yaml, unknown
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.sweep.driver.bucket import StudyBucket, run_in_bucket
-from roxxel_dist.sweep.driver.checks import (
-    check_command,
-    check_comparable,
-    check_effect,
-    check_integers,
-    check_metric,
-    check_of_trainings,
-    check_pauses,
-    check_values,
-    metric_notes,
-    program_notes,
-    rung_notes,
-)
+from roxxel_dist.sweep.driver.checks import check_sweep, search_notes
 from roxxel_dist.sweep.driver.controller import Ending, run_sweep
 from roxxel_dist.sweep.driver.data_search import changed_data, refuse_led, with_data
 from roxxel_dist.sweep.driver.live_view import LiveView
@@ -103,18 +91,7 @@ def open_sweep(
                 f"--transfer_to {options.transfer_to}: the sweep runs a program of your own, which has no Config"
             )
         run = replace(run, wide=wide_config(options.transfer_to, run.config, run.swept))
-    for side in run.sides:
-        check_metric(side)
-    check_comparable(run)
-    check_pauses(run)
-    if is_ours and run.server is None:
-        for side in run.sides:
-            check_of_trainings(run.sweep, side.config, path)
-        check_command(run.sweep)
-        check_integers(run.sweep)
-        if not run.study.is_there:
-            check_values(run)
-        check_effect(run)
+    check_sweep(run)
     if run.server is None:
         run.sampler()
         make_scheduler(run.sweep)
@@ -182,12 +159,6 @@ def search(run: SweepRun, write_page: WritePage) -> int:
             return EXIT_FAILED
     _last_words(run, ending, write_page)
     return ending.code
-
-
-def search_notes(run: SweepRun, configs: Sequence[Any] = ()) -> list[str]:
-    """Lines for a person, before a start and in a dry run; `configs` are the Configs of some trials."""
-    values = [f"{each.name}: {each.distribution.note}" for each in run.sweep.space.parameters if each.distribution.note]
-    return [*values, *metric_notes(run), *program_notes(run), *rung_notes(run, configs)]
 
 
 def _notes(run: SweepRun) -> list[str]:

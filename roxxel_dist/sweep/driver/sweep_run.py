@@ -1,7 +1,7 @@
 """A sweep that can be run: what is searched, from what, and how."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class SweepRun:
     """The `Config` of the wider model that gets the best parameters, read before the search begins."""
     is_new: bool = False
     """Whether this start has made the study."""
+    _configs: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """The configs of `trial_config`, by parameters."""
 
     @cached_property
     def base(self) -> dict[str, Any]:
@@ -149,11 +151,6 @@ class SweepRun:
                 made = config_of(self.base, fields, self.swept - {ANNEAL}, self.sweep.data.groups)
             self._configs[key] = made
         return self._configs[key]
-
-    @cached_property
-    def _configs(self) -> dict[str, Any]:
-        """The configs of `trial_config`, by parameters."""
-        return {}
 
     def sampler(self) -> Engine:
         """A new sampler of the search here; it proposes no parameters of which no Config can be made."""

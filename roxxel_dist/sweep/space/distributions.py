@@ -289,7 +289,9 @@ def _continuous(name: str, given: Mapping[str, Any]) -> Distribution:
         raise UserError(f"q: the multiples of {step:g} up to {largest:g} are no floats: use another q, or other bounds")
 
     def rounded(u: float) -> float | int:
-        return _multiple(round(inverse_cdf(u, numbers) / step), step)
+        number = round(inverse_cdf(u, numbers) / step)
+        # As people write it: the third multiple of 0.1 is 0.3, and not 0.30000000000000004.
+        return number * step if isinstance(step, int) else float(number * Fraction(repr(float(step))))
 
     ends = [rounded(u) for u in ENDS]
     outside = [f"{end:g}" for end, beyond in zip(ends, (ends[0] < low, ends[1] > high), strict=True) if beyond]
@@ -323,11 +325,6 @@ def _ends(name: str, base: str, numbers: Numbers) -> tuple[float, float]:
             f"{name}_values"
         )
     raise UserError(f"{name}: with {given} values can be drawn that are no floats: use smaller numbers")
-
-
-def _multiple(number: int, step: float) -> float | int:
-    """A multiple of a step as people write it: of 0.1 the third is 0.3, and not 0.30000000000000004."""
-    return number * step if isinstance(step, int) else float(number * Fraction(repr(float(step))))
 
 
 def _quantized(base: str, numbers: Numbers, step: float) -> tuple[int, Callable[[int], float]] | None:

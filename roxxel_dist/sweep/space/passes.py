@@ -157,11 +157,8 @@ class PassBudget:
         1, float64[mixtures, sets]; those of phases with weights of their own, and those that rounding may add,
         float64[sets]."""
         names = list(self.tokens)
-        each, fixed, rounding = (
-            np.zeros((len(self.extras.mixtures), len(names))),
-            np.zeros(len(names)),
-            np.zeros(len(names)),
-        )
+        each = np.zeros((len(self.extras.mixtures), len(names)))
+        fixed, rounding = np.zeros((2, len(names)))
         of_phase = {phase: row for row, spec in enumerate(self.extras.mixtures) for phase in spec.phases}
         for number, (given, count) in enumerate(zip(self.phases, steps, strict=True), 1):
             for phase in _ramp({**given, "steps": count}):
@@ -182,13 +179,8 @@ class PassBudget:
         nothing; it says how many passes would be needed."""
         names = list(self.tokens)
         each, fixed, rounding = self._loads(self._least_steps())
-        least = sum(
-            (
-                each[row] * [spec.bounds.get(name, (0.0, 0.0))[0] for name in names]
-                for row, spec in enumerate(self.extras.mixtures)
-            ),
-            np.zeros(len(names)),
-        )
+        floors = [[spec.bounds.get(name, (0.0, 0.0))[0] for name in names] for spec in self.extras.mixtures]
+        least = (each * floors).sum(0)
         needed = self._needed(each, fixed + rounding)
         spaces = []
         for row, spec in enumerate(self.extras.mixtures):
