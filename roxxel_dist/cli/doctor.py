@@ -63,28 +63,25 @@ def doctor(words: list[str]) -> int:
     """Check that hosts answer, are equal, and are ready to train."""
     cut = words.index("--") if "--" in words else len(words)
     args, command = parse(DoctorArgs, words[:cut], "doctor"), words[cut + 1 :]
-    from roxxel_dist.launcher.preflight.devices import (
-        DeviceChecks,
-        forget_failures,
-        forget_failures_of_user,
-        remember_failure,
-    )
+    from roxxel_dist.launcher.preflight import devices
     from roxxel_dist.launcher.preflight.run import check_hosts
 
     with usage_errors():
         if args.forget is not None:
-            gone = forget_failures_of_user(args.forget.split(","))
+            gone = devices.forget_failures_of_user(args.forget.split(","))
             print(f"forgotten: {', '.join(dict.fromkeys(gone)) or 'no host, for none of them has failed'}")
             return 0
         needs = requirements(args, tuple(command))
         if command[:1] == ["train"]:
             parse_train(command[1:])
         backend = backend_of(args)
-        checks = DeviceChecks(mode=args.check_devices, command=args.preflight, pending={*backend.hosts}, lists=True)
+        checks = devices.DeviceChecks(
+            mode=args.check_devices, command=args.preflight, pending={*backend.hosts}, lists=True
+        )
         report = check_hosts(needs, backend, backend.hosts, port=args.port, devices=checks)
         for host, why in report.suspects.items():
-            remember_failure(backend, host, why)
-        forget_failures(backend, list(checks.passed))
+            devices.remember_failure(backend, host, why)
+        devices.forget_failures(backend, list(checks.passed))
         as_json = {"fit": report.passed, **dataclasses.asdict(report)}
         print(json.dumps(as_json, indent=2) if args.json else printable(_as_text(report, len(backend.hosts))))
         return 0 if report.passed else EXIT_PREFLIGHT
@@ -121,11 +118,12 @@ def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
     from roxxel_dist.launcher.preflight.checks import requirements_of
 
     run_dir = local_folder(args.run_dir)  # of a run in a bucket no folder is needed
+    log_dir = run_dir / "logs" if run_dir else log_dir_for(command, "new")
     job = JobSpec(
         command=command or ("true",),
         nprocs=1,
         run_id="new",
-        log_dir=run_dir / "logs" if run_dir else log_dir_for(command, "new"),
+        log_dir=log_dir,
         port=args.port,
         gpus_per_host=args.gpus_per_host,
         max_restarts=0,

@@ -116,13 +116,9 @@ def read_run(path: str | Path) -> RunData:
         raise UserError(no_run(folder, absolute(Path(path))))
     state = RunReader(folder).read(deadline=0.0)  # its rows are read below
     config = load_yaml(folder / CONFIG) if (folder / CONFIG).exists() else {}
-    return RunData(
-        path=folder,
-        metrics=Columns(read_rows(folder / METRICS)),
-        config={name: value for name, value in config.items() if name != RECORD},
-        phases=state.phases,
-        checkpoints=state.checkpoints,
-    )
+    config.pop(RECORD, None)
+    metrics = Columns(read_rows(folder / METRICS))
+    return RunData(path=folder, metrics=metrics, config=config, phases=state.phases, checkpoints=state.checkpoints)
 
 
 def read_study(path: str | Path) -> StudyData:
@@ -135,11 +131,6 @@ def read_study(path: str | Path) -> StudyData:
         | flat(trial.params)
         for trial in study.history.trials.values()
     ]
-    best = study.history.best
-    return StudyData(
-        path=study.path,
-        metric=study.sweep.metric,
-        goal=study.sweep.goal,
-        trials=Columns(rows),
-        best=best and best.number,
-    )
+    best, sweep = study.history.best, study.sweep
+    trials, number = Columns(rows), best and best.number
+    return StudyData(path=study.path, metric=sweep.metric, goal=sweep.goal, trials=trials, best=number)

@@ -90,7 +90,9 @@ class Controller:
             if self.executor.is_lost:
                 return Ending(code=EXIT_PREFLIGHT, reason=LOST)
             self._look_at_clock()
-            self._look_at_ray()
+            if self.ray_folder is not None and self._last is None and not self.ray_folder.exists():
+                # Ray would never start them.
+                self._begin_no_more(Ending(code=EXIT_PREFLIGHT, reason=FOLDER_LOST.format(self.ray_folder)))
             self._submit()
             if not self.executor.running:
                 return self._ended()
@@ -109,14 +111,9 @@ class Controller:
 
     def _restore(self) -> None:
         """Decide what was not decided any more, and find what is to be run again."""
-        self._write(
-            "study",
-            metric=self.sweep.metric,
-            goal=self.sweep.goal,
-            method=self.options.method or self.sweep.method,
-            seed=self.options.sweep_seed,
-            driver={"pid": os.getpid(), "host": socket.gethostname()},
-        )
+        sweep, options, driver = self.sweep, self.options, {"pid": os.getpid(), "host": socket.gethostname()}
+        told: dict[str, Any] = {"metric": sweep.metric, "goal": sweep.goal, "method": options.method or sweep.method}
+        self._write("study", **told, seed=options.sweep_seed, driver=driver)
         self._decided(self.decisions.decide_pending())
         for trial in sorted(self._history.running.values(), key=lambda trial: trial.number):
             if trial.stop is not None:  # the controller before this one was killed before it wrote the result
@@ -126,7 +123,8 @@ class Controller:
 
     def _submit(self) -> None:
         """Keep as many trials running as there are workers."""
-        while self._may_begin and len(self.executor.running) < self.options.workers:
+        may_begin = self._ending is None and self._last is None and not self._hours_spent
+        while may_begin and len(self.executor.running) < self.options.workers:
             if self._queue:
                 trial, attempt, losses = self._queue.popleft()
             elif (event := self.decisions.next()) is not None:
@@ -137,15 +135,6 @@ class Controller:
                 return
             task = self.task_of(trial, self._history.trials[trial].params, attempt)
             self.executor.submit(trial, attempt, losses, task)
-
-    @property
-    def _may_begin(self) -> bool:
-        return self._ending is None and self._last is None and not self._hours_spent
-
-    def _look_at_ray(self) -> None:
-        """Begin no more trials where the folder of the sweep's own Ray is gone: Ray would never start them."""
-        if self.ray_folder is not None and self._last is None and not self.ray_folder.exists():
-            self._begin_no_more(Ending(code=EXIT_PREFLIGHT, reason=FOLDER_LOST.format(self.ray_folder)))
 
     def _begin_no_more(self, ending: Ending) -> None:
         """Let trials that run go on to their ends; those that wait for Ray are left to the next start."""
@@ -245,16 +234,8 @@ class Controller:
         self, trial: int, params: Params, value: float, attempt: Attempt | None, stopped: str | None, more: Any
     ) -> None:
         seconds = None if attempt is None else round(time.monotonic() - attempt.since, 3)
-        self._write(
-            "result",
-            trial,
-            params=params,
-            metric=self.sweep.metric,
-            value=value,
-            seconds=seconds,
-            stopped=stopped,
-            more=more,
-        )
+        values: dict[str, Any] = {"params": params, "metric": self.sweep.metric, "value": value, "seconds": seconds}
+        self._write("result", trial, **values, stopped=stopped, more=more)
         self._decided(self.decisions.decide_end(trial))
 
     def _write_stopped(self, trial: int, attempt: Attempt | None) -> None:
@@ -299,9 +280,8 @@ class Controller:
             return any(again)
         count = len(self.executor.running)
         self.log(f"asked to end: {counted(count, 'running trial')} will save and end; Ctrl-C again kills them")
-        self._drain(
-            Ending(code=EXIT_DRAINED, reason=f"asked to end; {counted(count, 'trial')} to continue at the next start")
-        )
+        reason = f"asked to end; {counted(count, 'trial')} to continue at the next start"
+        self._drain(Ending(code=EXIT_DRAINED, reason=reason))
         return False
 
     def _drain(self, ending: Ending) -> None:
@@ -323,10 +303,9 @@ class Controller:
         failures = self._history.failures_in_row
         if failures >= self.options.max_failures and self._ending is None:
             failed = (trial for trial in self._history.trials.values() if trial.reason)
-            reason = max(failed, key=lambda trial: trial.ended or 0).reason
-            self._drain(
-                Ending(code=1, reason=f"{failures} trials in a row failed (--max_failures); the last: {reason}")
-            )
+            last = max(failed, key=lambda trial: trial.ended or 0).reason
+            reason = f"{failures} trials in a row failed (--max_failures); the last: {last}"
+            self._drain(Ending(code=1, reason=reason))
 
     def _ended(self) -> Ending:
         if (compared := self.decisions.comparison) is not None and compared.ending is not None:
