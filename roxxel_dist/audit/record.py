@@ -18,7 +18,7 @@ from roxxel_dist.place.run_place import bucket_run, local_run
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.run.metadata import RunMetadata, saved_config
 from roxxel_dist.settings.config import RECORD
-from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
+from roxxel_dist.train.log.csv_jsonl import DIGEST, Tail
 
 if TYPE_CHECKING:
     from roxxel_dist.checkpoint.remote import RemoteCheckpoints
@@ -82,9 +82,7 @@ class RunRecord:
         saved = saved_config(folder)
         if not saved:
             raise UserError(no_run(folder, absolute(run)))
-        log = JsonlReader(folder / METRICS)
-        with contextlib.closing(log):
-            rows = {int(row["step"]): row for row in log.objects() if row.get("step") is not None}
+        rows = {int(row["step"]): row for row in Tail(folder / METRICS).rows() if row.get("step") is not None}
         bucket = bucket_run(run)
         kept = None if bucket is None else bucket.checkpoints
         steps = steps_of(folder / CHECKPOINTS) if kept is None else sorted(kept.saved(read_only=True))

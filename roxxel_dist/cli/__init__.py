@@ -1,7 +1,5 @@
-"""The command line: one small function a sub-command, nothing that computes.
-
-What `--help` touches imports neither jax nor numpy, so that it answers at once.
-"""
+"""The command line: one small function a sub-command, nothing that computes. What `--help` touches imports neither jax
+nor numpy, so that it answers at once."""
 
 import logging
 import os
@@ -18,7 +16,7 @@ from roxxel_dist.utils.display import aligned
 from roxxel_dist.utils.voice import command_line
 
 NO_THREAD = "can't start new thread"
-"""What Python says where ulimit -u, or the pids.max of a container, is used up."""
+"""The words of Python where ulimit -u, or the pids.max of a container, is used up."""
 Command = Callable[[list[str]], int]
 
 
@@ -79,10 +77,8 @@ def _versions() -> str:
 
 
 def _check_text(words: list[str]) -> None:
-    """Raises UserError for names that the locale makes no text of: they could not be written down in any file.
-
-    The same where the working directory is gone, to which nearly all names are relative.
-    """
+    """Check that names are text in this locale, so that a file can name them, and that the working directory, to which
+    nearly all of them are relative, is there. Raises UserError."""
     folder = ""
     try:
         folder = os.getcwd()
@@ -126,16 +122,12 @@ def _dispatch(group: str, names: Iterable[str], find: Callable[[str], Command], 
 
 def _overview(group: str, commands: dict[str, Command]) -> str:
     rows = [(f"  {name}", (command.__doc__ or "").splitlines()[0].rstrip(".")) for name, command in commands.items()]
-    lines = aligned(rows, left=None)
     name = f"roxxel-dist {group}".strip()
-    what = (ABOUT.get(group) or "") + "\n\n"
-    more = "" if group else "\n`roxxel-dist --version` prints the versions of this package and of those that it uses."
-    return (
-        f"usage: {name} COMMAND …\n\n{what}"
-        + "\n".join(lines)
-        + f"\n\n`{name} COMMAND --help` lists the options of a command."
-        + more
-    )
+    lines = [f"usage: {name} COMMAND …", "", ABOUT[group], "", *aligned(rows, left=None), ""]
+    lines.append(f"`{name} COMMAND --help` lists the options of a command.")
+    if not group:
+        lines.append("`roxxel-dist --version` prints the versions of this package and of those that it uses.")
+    return "\n".join(lines)
 
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers", "ray", "wandb", "obstore")
@@ -201,7 +193,7 @@ COMMANDS = {
     "leave": "roxxel_dist.cli.jobs:leave",
     "completion": "roxxel_dist.cli.completion:completion",
 }
-"""Where each command is: only the one that is called is imported, so that ranks start without delay."""
+"""The place of each command: only the one that is called is imported, so that ranks start without delay."""
 DATA = {
     "build": "roxxel_dist.cli.data:data_build",
     "append": "roxxel_dist.cli.data:data_append",

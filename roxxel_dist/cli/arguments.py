@@ -88,10 +88,8 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
 
 
 def check_training(args: TrainArgs, config: Config) -> None:
-    """Raises ValueError where a new training would refuse its data sets, blends or phases. jax is not imported.
-
-    A run that goes on has its own data and phases, which are compared when they are known.
-    """
+    """Check a new training without jax; one that goes on has its own data and phases, which are compared when they are
+    known. Raises ValueError where it would refuse its data sets, blends or phases."""
     if not (args.resume or args.fork or args.anneal or attempt_number()):
         check_new_run(config, args.data_path)
 
@@ -120,11 +118,9 @@ def _check_branch(given: dict[str, Any]) -> None:
 def parse_config(
     kind: type[ConfigArgsT], words: list[str], command: str, path: str | None = None
 ) -> tuple[ConfigArgsT, Config]:
-    """(arguments, Config) of a command that takes every field of a Config beside its own flags.
-
-    `path` is the config of the run that is resumed or forked: the fields that neither `--config` nor a flag gives.
-    Raises ValueError for a value or a file that cannot be used; a word that is no flag exits with 2 and a message.
-    """
+    """(arguments, Config) of a command that takes every field of a Config beside its own flags. `path` is the config of
+    the run that is resumed or forked: the fields that neither `--config` nor a flag gives. Raises ValueError for a
+    value or a file that cannot be used; a word that is no flag exits with 2 and a message."""
     return _with_config(kind, read(kind, words, command), command, path)
 
 
@@ -184,11 +180,11 @@ def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def steps_to_skip(text: str | None) -> tuple[int, int] | None:
-    """The first and the last step of A:B, or None. Raises ValueError for any other text."""
+def step_range(flag: str, text: str | None) -> tuple[int, int] | None:
+    """The first and the last step of A:B, which a flag gives, or None. Raises ValueError for any other text."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None:
-        raise UserError(f"--skip_steps is {text!r}: write the first and the last step to leave out, such as 120:128")
+        raise UserError(f"{flag} is {text!r}: write the first step and the last, as in 101:200")
     return int(match[1]), int(match[2])

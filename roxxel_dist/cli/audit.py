@@ -6,10 +6,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cli.arguments import ConfigArgs, parse_config
+from roxxel_dist.cli.arguments import ConfigArgs, parse_config, step_range
 from roxxel_dist.cli.flags import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.output import printable
@@ -45,27 +45,19 @@ def verify(words: list[str]) -> int:
         return _verify_in_bucket(ref, args)
     folder = ref.run / "checkpoints" if (ref.run / "checkpoints").is_dir() else ref.run
     steps = steps_of(folder)
-    if ref.step is not None and (folder / str(ref.step)) not in [folder / str(step) for step in steps]:
-        known = ", ".join(map(str, steps)) or "none"
-        raise UserError(f"RUN is {ref}: {folder} has no checkpoint of step {ref.step}; those there are: {known}")
+    chosen = _chosen_steps(ref, steps, folder)
     verdicts: list[Any] = []
     if steps or folder != ref.run:
-        steps = steps if ref.step is None else [ref.step]
         weights = ref.step is None and folder != ref.run and checks.is_export(ref.run)
-        paths = [folder / str(step) for step in steps]
-        with _progress(checks.size_of(paths)) as advance:
-            for verdict in checks.verify_checkpoints(folder, steps, advance):
-                verdicts += _show(verdict, args)
-        for verdict in checks.set_aside(folder) if ref.step is None else ():
-            verdicts += _show(verdict, args)
-        for verdict in checks.verify_export(ref.run, lambda _: None) if weights else ():
-            verdicts += _show(verdict, args)
+        with _progress(checks.size_of([folder / str(step) for step in chosen])) as advance:
+            verdicts += _show(checks.verify_checkpoints(folder, chosen, advance), args)
+        verdicts += _show(checks.set_aside(folder) if ref.step is None else (), args)
+        verdicts += _show(checks.verify_export(ref.run, lambda _: None) if weights else (), args)
         if not verdicts:
             raise UserError(f"PATH is {args.path}: {folder} has no checkpoint yet")
     elif checks.is_export(ref.run):
         with _progress(checks.size_of([ref.run])) as advance:
-            for verdict in checks.verify_export(ref.run, advance):
-                verdicts += _show(verdict, args)
+            verdicts += _show(checks.verify_export(ref.run, advance), args)
     else:
         return _verify_shards(args)
     return _report(verdicts, args)
@@ -80,7 +72,7 @@ def _report(verdicts: list[Any], args: VerifyArgs) -> int:
 
 
 def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
-    """Each checkpoint is fetched into a folder of its own, whatever a cache has, compared, and deleted here."""
+    """Verify checkpoints in a bucket, each fetched into a folder of its own, whatever a cache has, and deleted here."""
     import shutil
     import tempfile
 
@@ -96,23 +88,29 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
         steps = sorted(kept.saved(read_only=True))
         if not steps and not kept.damaged():
             return _verify_shards(args)
-        if ref.step is not None and ref.step not in steps:
-            known = ", ".join(map(str, steps)) or "none"
-            raise UserError(f"RUN is {ref}: {run} has no checkpoint of step {ref.step}; those there are: {known}")
-        for step in steps if ref.step is None else [ref.step]:
+        for step in _chosen_steps(ref, steps, run):
             kept.fetch_all(step)  # the errors are found again, and reported
-            for verdict in checks.verify_checkpoints(folder, [step], lambda _: None):
-                verdicts += _show(verdict, args)
+            verdicts += _show(checks.verify_checkpoints(folder, [step], lambda _: None), args)
             shutil.rmtree(folder / str(step), ignore_errors=True)
-        for name in kept.damaged() if ref.step is None else ():
-            verdicts += _show(checks.Verdict(name=name, state="renamed"), args)
+        names = kept.damaged() if ref.step is None else ()
+        verdicts += _show((checks.Verdict(name=name, state="renamed") for name in names), args)
     return _report(verdicts, args)
 
 
-def _show(verdict: Any, args: VerifyArgs) -> list[Any]:
-    if not args.json:
-        print(verdict, flush=True)
-    return [verdict]
+def _chosen_steps(ref: Any, steps: list[int], place: Any) -> list[int]:
+    """The steps whose checkpoints are compared. Raises UserError where there is none of the step that is named."""
+    if ref.step is not None and ref.step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"RUN is {ref}: {place} has no checkpoint of step {ref.step}; those there are: {known}")
+    return steps if ref.step is None else [ref.step]
+
+
+def _show(verdicts: Iterable[Any], args: VerifyArgs) -> Iterator[Any]:
+    """The verdicts, each printed as it comes, but for --json."""
+    for verdict in verdicts:
+        if not args.json:
+            print(verdict, flush=True)
+        yield verdict
 
 
 def _verify_shards(args: VerifyArgs) -> int:
@@ -133,7 +131,7 @@ def _verify_shards(args: VerifyArgs) -> int:
 
 @contextlib.contextmanager
 def _progress(size: int) -> Iterator[Callable[[int], None]]:
-    """On standard error; of little nothing is shown."""
+    """A bar on standard error; of little nothing is shown."""
     from roxxel_dist.utils.display import ProgressBars
 
     with ProgressBars(size >= LARGE).bar("verify", max(1, size)) as advance:
@@ -164,7 +162,7 @@ def audit(words: list[str]) -> int:
     """Repeat steps of a run, and compare them bit by bit."""
     args = parse(AuditArgs, words, "audit")
     with usage_errors():
-        steps = _steps(args.steps)
+        steps = step_range("--steps", args.steps)
         if args.every < 1:
             raise UserError(f"--every is {args.every}: it must be at least 1")
         if args.dump is not None and (steps is None or steps[0] != steps[1]):
@@ -208,7 +206,7 @@ def audit(words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _native_lines_on_stderr() -> Iterator[None]:
-    """Within it what C++ prints on standard output (Gloo, of its connections) goes to standard error."""
+    """A context in which what C++ prints on standard output (Gloo, of its connections) goes to standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -218,16 +216,6 @@ def _native_lines_on_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(stdout, 1)
         os.close(stdout)
-
-
-def _steps(text: str | None) -> tuple[int, int] | None:
-    """Raises ValueError for a text that is no A:B."""
-    if text is None:
-        return None
-    first, mark, last = text.partition(":")
-    if not (mark and first.isdecimal() and last.isdecimal()):
-        raise UserError(f"--steps is {text!r}: write the first step and the last, as in 101:200")
-    return int(first), int(last)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,7 +258,7 @@ if TYPE_CHECKING:
     from roxxel_dist.layouts.compare import Difference
 
 MUCH = 0.9
-"""How wrong a gradient is at least, as a share of the one that is most wrong, to be named first."""
+"""The least error of a gradient, as a share of the largest one, to be named first."""
 SHOWN = 4
 """Differences of a layout that are printed, after the first ones of each kind."""
 
@@ -335,16 +323,13 @@ def _lines(result: "LayoutResult") -> list[str]:
             shown.append(f"  {each}")
         kinds.add(each.kind)
     if len(gradients) > 1:
-        shown.append(f"  and {len(gradients) - 1} more gradients: {_few([each.name for each in gradients[1:]])}")
+        names = [each.name for each in gradients[1 : SHOWN + 1]] + ["…"] * (len(gradients) > SHOWN + 1)
+        shown.append(f"  and {len(gradients) - 1} more gradients: {', '.join(names)}")
     return [head, *shown]
 
 
 def _by_guilt(gradients: "list[Difference]") -> "list[Difference]":
-    """Those that are wrong by much, in the order of the backward pass, as the others follow from the first of them; and
-    then those that are wrong by little: a small part of the step that goes back through the mistake."""
+    """The gradients that are wrong by much, in the order of the backward pass, as the others follow from the first of
+    them; and then those that are wrong by little: a small part of the step that goes back through the mistake."""
     most = max((each.share for each in gradients if math.isfinite(each.share)), default=0.0)
     return sorted(gradients, key=lambda each: each.share < MUCH * most)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")

@@ -20,12 +20,26 @@ SHOWN_OBJECTS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BuildArgs:
-    """Build shards of tokens from text, or from token files of another system."""
-
+class _Sources:
     paths: Positional[tuple[str, ...]]
     """Text: files and folders (each file is a document), .jsonl, .jsonl.gz and .parquet files, folders saved by Hugging
     Face datasets. Or token files: .npy, .bin, .bin with .idx, .rox."""
+    text_key: str = "text"
+    """The key or column of the text in JSON lines, Parquet and saved data sets."""
+    dtype: str | None = None
+    """Type of the tokens in .bin files without a header. Default: uint16."""
+    workers: int | None = None
+    """Number of processes. Default: one for each core. The result does not depend on it."""
+    include: tuple[str, ...] | None = None
+    """Patterns of the file names to read from folders, such as '*.py'. Default: the usual text files."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of the files and folders to skip, such as test 'build/*'."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuildArgs(_Sources):
+    """Build shards of tokens from text, or from token files of another system."""
+
     out: str
     """The folder for shards, tokenizer.json and build.json. Or an address in a bucket, such as s3://BUCKET/DATA: each
     shard is sent when it is complete, and the index last."""
@@ -38,20 +52,10 @@ class BuildArgs:
     """Add the end-of-text token of the tokenizer to each document."""
     eos_token: str | None = None
     """The end-of-text token of an existing tokenizer whose files do not name it."""
-    text_key: str = "text"
-    """The key or column of the text in JSON lines, Parquet and saved data sets."""
     val_fraction: float = 0.0
     """Fraction of the documents to hold out. Then OUT/train and OUT/val are built."""
-    dtype: str | None = None
-    """Type of the tokens in .bin files without a header. Default: uint16."""
-    workers: int | None = None
-    """Number of processes. Default: one for each core. The result does not depend on it."""
     max_shard_mb: int = 256
     """MiB of tokens in a shard, at most."""
-    include: tuple[str, ...] | None = None
-    """Patterns of the file names to read from folders, such as '*.py'. Default: the usual text files."""
-    exclude: tuple[str, ...] = ()
-    """Patterns of the files and folders to skip, such as test 'build/*'."""
     overwrite: bool = False
     """Replace the data set in the folder."""
     cache_dir: str | None = None
@@ -85,30 +89,17 @@ def _shard_bytes(mebibytes: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AppendArgs:
+class AppendArgs(_Sources):
     """Add more text, or more tokens, to a data set that `data build` has made.
 
     The new shards have the tokenizer and the dtype of the data set. They are verified, and all appear at once. The
     shards that are there do not change. A run continues on them with `train --run_dir RUN --resume --amend`.
     """
 
-    paths: Positional[tuple[str, ...]]
-    """Text files and folders, .jsonl, .jsonl.gz and .parquet files, folders saved by Hugging Face datasets; or token
-    files, as for `data build`."""
     out: str
     """The folder of the data set; of one built with --val_fraction its folder train or val."""
-    text_key: str = "text"
-    """The key or column of the text in JSON lines, Parquet and saved data sets."""
-    dtype: str | None = None
-    """Type of the tokens in .bin files without a header. Default: uint16."""
-    workers: int | None = None
-    """Number of processes. Default: one for each core. The result does not depend on it."""
     max_shard_mb: int | None = None
     """MiB of tokens in a shard, at most. Default: as in `data build`."""
-    include: tuple[str, ...] | None = None
-    """Patterns of the file names to read from folders, such as '*.py'. Default: the usual text files."""
-    exclude: tuple[str, ...] = ()
-    """Patterns of the files and folders to skip."""
 
 
 def data_append(words: list[str]) -> int:

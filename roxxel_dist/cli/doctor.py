@@ -73,7 +73,7 @@ def doctor(words: list[str]) -> int:
 
     with usage_errors():
         if args.forget is not None:
-            gone = forget_failures_of_user(args.forget.split(","))
+            gone = devices.forget_failures_of_user(args.forget.split(","))
             print(f"forgotten: {', '.join(dict.fromkeys(gone)) or 'no host, for none of them has failed'}")
             return 0
         needs = requirements(args, tuple(command))
@@ -121,11 +121,12 @@ def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
     from roxxel_dist.launcher.preflight.checks import requirements_of
 
     run_dir = local_folder(args.run_dir)  # of a run in a bucket no folder is needed
+    log_dir = run_dir / "logs" if run_dir else log_dir_for(command, "new")
     job = JobSpec(
         command=command or ("true",),
         nprocs=1,
         run_id="new",
-        log_dir=run_dir / "logs" if run_dir else log_dir_for(command, "new"),
+        log_dir=log_dir,
         port=args.port,
         gpus_per_host=args.gpus_per_host,
         max_restarts=0,

@@ -1,8 +1,6 @@
-"""The arguments of a command: the fields of a dataclass, with their types, docstrings and sections of `--help`.
-
-A field marked `Positional` is given by place, one marked `Short` has a short form too; the others are flags. Where the
-dataclass has a Config as `fields`, each field of the Config is a flag as well.
-"""
+"""The arguments of a command: the fields of a dataclass, with their types, docstrings and sections of `--help`. A field
+marked `Positional` is given by place, one marked `Short` has a short form too; the others are flags. Where the
+dataclass has a Config as `fields`, each field of the Config is a flag as well."""
 
 import dataclasses
 import inspect
@@ -53,7 +51,7 @@ class Flag:
     name: str
     """The field."""
     hint: Any
-    """Its type, without marks."""
+    """The type, without marks."""
     default: Any
     """`dataclasses.MISSING` where it must be given."""
     owner: type
@@ -61,7 +59,7 @@ class Flag:
     section: str
     """The heading that it stands below."""
     short: str = ""
-    """Its short form."""
+    """The short form."""
 
     @property
     def doc(self) -> str:
@@ -138,10 +136,8 @@ class Flag:
 
 
 def flags_of(kind: Any, default: Any = None) -> list[Flag]:
-    """Every argument of a command in the order of its help, those of a config's fields among them.
-
-    `default` has the values to show as defaults. Of a class with `own_first` the flags that it declares itself lead.
-    """
+    """The arguments of a command in the order of its help, those of a config's fields among them. `default` has the
+    values to show as defaults. Of a class with `own_first` the flags that it declares itself lead."""
     flags = [*_fields_of(kind, default)]
     sections = [POSITIONALS, OPTIONS, *SWEEP_SECTIONS.values(), *CLASS_SECTIONS.values(), *CONFIG_SECTIONS.values()]
     leading = [*inspect.get_annotations(kind)] if getattr(kind, "own_first", False) else []
@@ -156,7 +152,12 @@ def _fields_of(kind: Any, default: Any) -> Iterator[Flag]:
         if field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
         if name == "fields":
-            yield from _config_fields(getattr(default, name, value))
+            from roxxel_dist.settings.config import FIELD_TYPES
+
+            values, heading = getattr(default, name, value), ""
+            for each, hint in FIELD_TYPES.items():
+                heading = CONFIG_SECTIONS.get(each, heading)
+                yield Flag(name=each, hint=hint, default=getattr(values, each), owner=type(values), section=heading)
             continue
         hint, *marks = get_args(types[name]) if get_origin(types[name]) is Annotated else (types[name],)
         declared = next(base.__name__ for base in kind.__mro__ if name in inspect.get_annotations(base))
@@ -169,12 +170,3 @@ def _fields_of(kind: Any, default: Any) -> Iterator[Flag]:
             section=POSITIONALS if POSITIONAL in marks else CLASS_SECTIONS.get(declared, section),
             short=next((mark.flag for mark in marks if isinstance(mark, Short)), ""),
         )
-
-
-def _config_fields(values: Any) -> Iterator[Flag]:
-    from roxxel_dist.settings.config import FIELD_TYPES
-
-    section = ""
-    for name, hint in FIELD_TYPES.items():
-        section = CONFIG_SECTIONS.get(name, section)
-        yield Flag(name=name, hint=hint, default=getattr(values, name), owner=type(values), section=section)

@@ -23,7 +23,7 @@ DOLLAR = re.compile(r"\$(\w+|\{\w+\})")
 MOST = 1_000_000
 """Hosts, restarts or ports of a job, at most."""
 MOST_OF_HOST = {"nprocs": 4096, "procs_per_host": 4096, "gpus_per_host": 1024, "devices_per_proc": 1024}
-"""What one machine may be asked for, at most."""
+"""The most that one machine may be asked for."""
 ONE_LAUNCHER = ("exec", "ray", "slurm", "ssh")
 """Backends whose launcher starts the ranks of all hosts, so that there is one launcher a job."""
 
@@ -34,6 +34,7 @@ def command_of(name: str) -> Callable[[list[str]], int]:
 
     def command(words: list[str]) -> int:
         from roxxel_dist.launcher.job.backend import LaunchRequest
+        from roxxel_dist.launcher.job.spec import flag
 
         end = words.index("--") if "--" in words else len(words)
         with usage_errors():
@@ -49,7 +50,9 @@ def command_of(name: str) -> Callable[[list[str]], int]:
         options = parse(kind, given, f"launch {name}")
         with usage_errors():
             _check_counts(options)
-            needs = device_needs([] if name == "k8s" and _is_in_the_image(program) else program)
+            config = flag(program, "config") if name == "k8s" else None  # which may be in the image, and no file here
+            in_image = config is not None and not os.path.exists(config)
+            needs = device_needs([] if in_image else program)
         request = LaunchRequest(
             command=tuple(program),
             words=given,
@@ -65,10 +68,8 @@ def command_of(name: str) -> Callable[[list[str]], int]:
 
 
 def without_program_name(command: list[str]) -> list[str]:
-    """A command without `roxxel-dist`, or `python -m roxxel_dist`, before a sub-command.
-
-    `train` alone is checked before the start, and a host may not have this program in its PATH.
-    """
+    """A command without `roxxel-dist`, or `python -m roxxel_dist`, before a sub-command. `train` alone is checked
+    before the start, and a host may not have this program in its PATH."""
     from roxxel_dist.launcher.host.worker import PYTHON, SUBCOMMANDS
 
     skip = 1 if os.path.basename(command[0] if command else "") == "roxxel-dist" else 0
@@ -126,20 +127,10 @@ def _check_counts(options: Any) -> None:
             raise UserError(f"--{field.name.replace('_', '-')} {value}: must be at most {most:,}")
 
 
-def _is_in_the_image(command: Sequence[str]) -> bool:
-    """Whether the config of a `train` command is no file of this machine."""
-    from roxxel_dist.launcher.job.spec import flag
-
-    config = flag(command, "config")
-    return config is not None and not os.path.exists(config)
-
-
 def device_needs(command: Sequence[str]) -> DeviceNeeds:
-    """The demands of a `train` command on the number of devices; nothing for another program.
-
-    Asked once, at the launch: the file of the config may be another one an hour later. Raises ValueError for words, or
-    a config that they name, that cannot be used.
-    """
+    """The demands of a `train` command on the number of devices; nothing for another program. Asked once, at the
+    launch: the file of the config may be another one an hour later. Raises ValueError for words, or a config that they
+    name, that cannot be used."""
     if list(command[:1]) != ["train"]:
         return DeviceNeeds()
     from roxxel_dist.cli.arguments import parse_train

@@ -56,14 +56,8 @@ def evaluate(words: list[str]) -> int:
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.run.evaluate import evaluate, evaluate_range
 
-    options: dict[str, Any] = {
-        "best": args.best,
-        "data_path": args.data_path,
-        "validation": validation,
-        "eval_iters": args.eval_iters,
-        "tasks": args.tasks,
-        "data_dtype": args.data_dtype,
-    }
+    names = ("best", "data_path", "eval_iters", "tasks", "data_dtype")
+    options: dict[str, Any] = {name: getattr(args, name) for name in names} | {"validation": validation}
     if CheckpointRange.parse(args.run):
         several = evaluate_range(args.run, **options)
         result, table = [_as_json(one) for one in several], evaluations_table(several)
@@ -85,16 +79,9 @@ def _named_sets(text: str | None) -> dict[str, str] | None:
 
 
 def _as_json(evaluation: Any) -> dict[str, Any]:
-    step, rows, logged = evaluation.step, evaluation.data, evaluation.logged_val_loss
-    numbers = {
-        **evaluation.losses,
-        "data": rows,
-        "tasks": evaluation.tasks,
-        "logged_val_loss": logged,
-        "difference": evaluation.difference,
-        "notes": evaluation.notes,
-    }
-    return plain({"run": evaluation.run, "step": step, **numbers})
+    names = ("data", "tasks", "logged_val_loss", "difference", "notes")
+    more = {name: getattr(evaluation, name) for name in names}
+    return plain({"run": evaluation.run, "step": evaluation.step, **evaluation.losses, **more})
 
 
 def evaluation_table(evaluation: "Evaluation") -> str:
@@ -192,10 +179,8 @@ def generate(words: list[str]) -> int:
         make_devices()
         enable_compilation_cache()
         notes: list[str] = []
-        devices: dict[str, Any] = {
-            name: getattr(args, name) for name in ("expert_devices", "tensor_devices", "fsdp_devices")
-        }
-        model = Generator(args.run_dir, best=args.best, step=args.step, say=notes.append, **devices)
+        which = {name: getattr(args, name) for name in ("expert_devices", "tensor_devices", "fsdp_devices")}
+        model = Generator(args.run_dir, best=args.best, step=args.step, say=notes.append, **which)
         how: dict[str, Any] = {
             name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")
         }

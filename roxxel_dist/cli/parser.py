@@ -29,7 +29,7 @@ LONGEST_S = 10 * 365 * 86_400.0
 """The longest time of an option: clocks of the system take no times of 1e20 s."""
 BOOLEANS = {"true": True, "false": False}
 MIN_WIDTH, MAX_WIDTH, COLUMN = 60, 100, 26
-"""Of the text of `--help`: its width, and where the texts of flags begin."""
+"""The width of the text of `--help`, and the column where the texts of flags begin."""
 
 
 class HelpShown(SystemExit):
@@ -41,21 +41,15 @@ class HelpShown(SystemExit):
 
 
 def parse(kind: type[T], words: list[str], command: str) -> T:
-    """The words after a command as an object of its dataclass.
-
-    Raises:
-        UserError: a word is no option and has no place, a value is none of its type, or something is not given. The
-            message names the option, and the nearest one where there is none of that name.
-        HelpShown: `--help` is among the words, and the help was printed.
-    """
+    """The words after a command as an object of its dataclass. Raises UserError where a word is no option and has no
+    place, a value is none of its type, or something is not given; it names the option, and the nearest one where there
+    is none of that name. Raises HelpShown where `--help` is among the words, and the help was printed."""
     return build(kind, read(kind, words, command), command)
 
 
 def read(kind: type, words: list[str], command: str) -> dict[str, Any]:
-    """The values of the arguments that are given, by their names; raises UserError as `parse` does.
-
-    With `--help` among the words there is the key "help", and the other values are words that nobody has judged.
-    """
+    """The values of the arguments that are given, by their names; raises UserError as `parse` does. With `--help` among
+    the words there is the key "help", and the other values are words that nobody has judged."""
     if HELP.intersection(words):
         return {**flags_in(words), "help": True}
     return Parser(kind, command).read(words)
@@ -315,7 +309,7 @@ def _what(kinds: Sequence[Any]) -> str:
 
 
 def _place(flag: Flag) -> str:
-    """What stands for an argument that is given by place."""
+    """The words of a usage for an argument that is given by place."""
     return (
         " ".join([flag.metavar] * flag.count)
         if flag.count

@@ -104,7 +104,7 @@ def _memory(run: RunEstimate) -> list[str]:
 
 
 def _on_devices(run: RunEstimate) -> list[str]:
-    """What the target's compiler made of each step."""
+    """The figures of each step by the target's compiler."""
     rows = [["", "memory", "of its memory", "FLOPs a device", "x devices / one", "at least", "compiled in"]]
     sent: list[str] = []
     for phase in run.phases:
@@ -136,7 +136,7 @@ def _on_devices(run: RunEstimate) -> list[str]:
 
 
 def _costs(run: RunEstimate) -> list[str]:
-    """Where the time of the training steps would go, by part."""
+    """The time of the training steps, by part."""
     lines: list[str] = []
     for phase in run.phases:
         step = phase.target

@@ -152,7 +152,7 @@ NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "parameters": ("parameters", lambda run: f"{run['parameters']:,}"),
     "goodput": ("goodput", lambda run: f"{run['goodput']:.1%}"),
 }
-"""For each key of `Run.numbers`: the title of its line, and its format."""
+"""The title of the line of each key of `Run.numbers`, and its format."""
 
 
 def report_table(runs: Sequence[Run]) -> str:

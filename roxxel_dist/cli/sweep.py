@@ -144,8 +144,6 @@ def _factor(flags: Mapping[str, str]) -> int:
 
 def anneal(named: str, args: TrainArgs, config: Any) -> int:
     """A decay branch from each checkpoint that `train --anneal RUN@A,B` names, as trials of a study."""
-    from tempfile import TemporaryDirectory
-
     from roxxel_dist.run.metadata import data_of, saved_config
     from roxxel_dist.run.past import branches_of
 
@@ -184,6 +182,7 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         if args.sweep_config is None and args.study is None and args.sweep_id is None:
             raise UserError("nothing to search: name a file with --sweep_config, or a study with --study")
         from roxxel_dist.sweep.driver import run
+        from roxxel_dist.sweep.wandb_server import definition
 
         given: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(SweepOptions)}
         given["study"] = study.place
@@ -193,8 +192,10 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         if "wandb" not in flags and config.wandb == "off":
             # Uploaded later with `wandb sync`, or never. A study that is there has decided already.
             config.wandb = study.settings().get("wandb", "offline")
-        definition = options.sweep_config if not server else _definition_of(server, held)
-        search = run.open_sweep(options, definition, config, server, bucket)
+        path = options.sweep_config
+        if server:
+            path = write_yaml(held.enter_context(TemporaryDirectory()), "sweep.yaml", definition(server))
+        search = run.open_sweep(options, path, config, server, bucket)
         if options.dry_run:
             print(run.preview(search))
             return None
@@ -232,10 +233,3 @@ def _server(options: SweepOptions, config: Any, flags: set[str], project: str | 
         return ""
     info("no W&B login: this machine chooses the trials, and runs are written offline (`wandb sync` uploads them)")
     return None
-
-
-def _definition_of(server: str, held: ExitStack) -> str:
-    """A file with what a W&B server has of a sweep, which `held` keeps."""
-    from roxxel_dist.sweep.wandb_server import definition
-
-    return write_yaml(held.enter_context(TemporaryDirectory()), "sweep.yaml", definition(server))

@@ -53,7 +53,7 @@ def top(words: list[str]) -> int:
         if args.metrics is not None:
             return _metrics(args)
         if args.token_file is not None:
-            raise UserError(f"--token-file {args.token_file} is for --metrics PORT: name the port, or leave it out")
+            raise UserError(f"--token_file {args.token_file} is for --metrics PORT: name the port, or leave it out")
         watched = Watched(args.names)
         if args.json:
             print(json.dumps([values(read(item)) for item in watched.items], indent=2))

@@ -10,14 +10,7 @@ import sysconfig
 from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
-from roxxel_dist.cli.arguments import (
-    ConfigArgs,
-    check_new_run,
-    check_training,
-    parse_config,
-    parse_train,
-    steps_to_skip,
-)
+from roxxel_dist.cli.arguments import ConfigArgs, check_new_run, check_training, parse_config, parse_train, step_range
 from roxxel_dist.cli.flags import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.output import info
@@ -31,7 +24,7 @@ def train(words: list[str]) -> int:
     """Train a model through a curriculum, on all the processes this one belongs to."""
     with usage_errors():
         args, config = parse_train(words)
-        skipped = steps_to_skip(args.skip_steps)
+        skipped = step_range("--skip_steps", args.skip_steps)
         if "ROXXEL_COORDINATOR" not in os.environ:  # the launcher has looked, or another host has the data
             check_training(args, config)
     if args.anneal and CheckpointRange.parse(args.anneal):
@@ -61,13 +54,8 @@ def train(words: list[str]) -> int:
             skip_steps=skipped,
             local_dir=args.local_dir,
         )
-    except (
-        BadStep,
-        CacheError,
-        DamagedData,
-        LeaseLostError,
-        SaveError,
-    ) as problem:  # no fault of the program: its log has the traceback
+    # no fault of the program: its log has the traceback
+    except (BadStep, CacheError, DamagedData, LeaseLostError, SaveError) as problem:
         info(str(problem))
         return EXIT_FAILED
     return EXIT_DRAINED if experiment.stopped else 0
@@ -175,9 +163,8 @@ def plan(words: list[str]) -> int:
     with usage_errors():
         run = words[0] if words and not words[0].startswith("-") else None
         saved = os.path.join(run, CONFIG) if run else ""
-        args, config = parse_config(
-            PlanArgs, words[1:] if run else words, "plan", saved if os.path.exists(saved) else None
-        )
+        of_run = saved if os.path.exists(saved) else None
+        args, config = parse_config(PlanArgs, words[1:] if run else words, "plan", of_run)
         if args.mtbf is not None:
             return _plan_failures(args, args.mtbf, config, run)
         if args.hosts is not None:
@@ -201,14 +188,8 @@ def plan(words: list[str]) -> int:
     from roxxel_dist.run.estimate.target_process import TargetError
 
     with usage_errors():
-        request = EstimateRequest(
-            run=Path(run) if run else None,
-            devices=args.devices,
-            target=args.target,
-            processes=args.processes,
-            tokens_per_s=args.tokens_per_s,
-            device_memory_gb=args.device_memory_gb,
-        )
+        names = ("devices", "target", "processes", "tokens_per_s", "device_memory_gb")
+        request = EstimateRequest(run=Path(run) if run else None, **{name: getattr(args, name) for name in names})
     try:
         compare = compare_layouts if args.layouts else estimate
         result = compare(config, args.data_path, request)
@@ -340,16 +321,8 @@ def demo(words: list[str]) -> int:
     from roxxel_dist.cli.data import data_build
 
     build = corpus_words(args.data_path, args.text)
-    train = [
-        "train",
-        "--config",
-        str(DEMO_CONFIG),
-        "--data_path",
-        args.data_path,
-        "--run_dir",
-        args.run_dir,
-        "--resume",
-    ]
+    train = ["train", "--config", str(DEMO_CONFIG), "--data_path", args.data_path, "--run_dir", args.run_dir]
+    train.append("--resume")
     train += ["--max_steps", str(args.max_steps)] if args.max_steps else []
     launch = ["launch", "local", "--nprocs", "2", "--devices-per-proc", "2", "--", *train]
     info(f"$ roxxel-dist data build {shlex.join(build)}")

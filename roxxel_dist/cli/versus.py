@@ -181,10 +181,8 @@ class _Sides:
 
 
 def _sides(args: VersusArgs) -> _Sides | None:
-    """The two configurations; None where nothing is named.
-
-    Raises UserError where they are not two configurations that can be compared.
-    """
+    """The two configurations; None where nothing is named. Raises UserError where they are not two configurations that
+    can be compared."""
     places = [*([] if args.config is None else [args.config]), *args.configs]
     if not places:
         if args.set:

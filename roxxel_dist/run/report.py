@@ -16,7 +16,7 @@ from roxxel_dist.place.directory import CONFIG, METRICS, SUMMARY, is_run, no_run
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.process.exit_codes import UserError, pip_install
 from roxxel_dist.settings.config import RECORD, load_yaml
-from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
+from roxxel_dist.train.log.csv_jsonl import DIGEST, Tail
 from roxxel_dist.train.log.timeline import SPENT, read_timeline, time_spent
 from roxxel_dist.utils.display import duration, figure
 
@@ -144,14 +144,13 @@ def _read(folder: Path, name: str) -> Run:
 def _read_rows(path: Path) -> tuple[list[dict[str, float]], dict[str, list[dict[str, float]]]]:
     """(the rows of a log without values that were not finite, by metric the rows in which it was not)."""
     rows, gaps = list[dict[str, float]](), dict[str, list[dict[str, float]]]()
-    with contextlib.closing(JsonlReader(path)) as reader:
-        for row in reader.objects():
-            row.pop(DIGEST, None)
-            numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
-            rows.append({name: value for name, value in numbers.items() if value is not None and _is_finite(value)})
-            for name in numbers:
-                if name not in rows[-1]:
-                    gaps.setdefault(name, []).append(rows[-1])
+    for row in Tail(path).rows():
+        row.pop(DIGEST, None)
+        numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
+        rows.append({name: value for name, value in numbers.items() if value is not None and _is_finite(value)})
+        for name in numbers:
+            if name not in rows[-1]:
+                gaps.setdefault(name, []).append(rows[-1])
     return rows, gaps
 
 

@@ -20,9 +20,9 @@ from roxxel_dist.process.exit_codes import UserError, pip_install
 PREFIX = "roxxel-ray-"
 HELD = "held"
 FOLDERS = ("ray", "ra2")
-"""Of the two tries to start it."""
+"""Folders of the two tries to start it."""
 TOKEN = secrets.token_hex(32)
-"""Of all that this process starts: Ray keeps the first token that a process has used."""
+"""The token of all that this process starts: Ray keeps the first one that a process has used."""
 LONGEST = 40
 """Characters of the temporary directory: Ray makes sockets some 63 characters below it, and 107 are the most."""
 STORE_BYTES = 80_000_000
@@ -30,7 +30,7 @@ STORE_BYTES = 80_000_000
 WAIT_ENV, WAIT_S = "RAY_gcs_server_port_wait_time_s", 120
 """Ray's variable for the seconds that its head may take to start, and what it is here; Ray gives it 30."""
 NODE_IS_LATE = "The current node timed out"
-"""What Ray says where its node took more than 30 s."""
+"""The words of Ray where its node took more than 30 s."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
@@ -46,11 +46,8 @@ ENVIRONMENT = {
 @contextmanager
 def local_ray(workers: int, cpus: float, log: Callable[[str], None]) -> Iterator[tuple[Any, Path]]:
     """The module ray, with a new cluster that has room for so many trials of so many CPUs, and the cluster's folder.
-
-    Its ports accept only clients with the token, which is in its directory, readable for this user alone.
-
-    Raises ValueError if Ray is not installed or in use by this process, ClusterError if it does not start.
-    """
+    Its ports accept only clients with the token, which is in its directory, readable for this user alone. Raises
+    ValueError if Ray is not installed or in use by this process, ClusterError if it does not start."""
     if find_spec("ray") is None:
         raise UserError(f"Ray is not installed: {pip_install('sweep')}")
     sweep_leftovers()

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from types import TracebackType
 from typing import Any, Literal
 
 from roxxel_dist.launcher.backends.ray.cluster import amounts, capacities
@@ -32,9 +31,9 @@ GIVE_UP_S = END_S + 10.0
 GET_S = 0.5
 """Seconds to wait for a value before signals are checked; then the wait continues."""
 ASK_S, LOST_S = 2.0, 30.0
-"""How often the cluster is asked whether it is there, and after how long without an answer it is lost."""
+"""Seconds between questions to the cluster whether it is there, and those without an answer after which it is lost."""
 LOOK_S = 1.0
-"""How often a worker reads the clock while a trial ends."""
+"""Seconds between looks of a worker at the clock while a trial ends."""
 CancelReason = Literal["stop", "pause", "drain", "ended"]
 
 
@@ -146,15 +145,15 @@ class Attempt:
     """Attempts that were lost before this one, since the driver started."""
     stream: Any
     since: float = field(default_factory=time.monotonic)
-    """When it was submitted or, from `has_begun` on, when it began."""
+    """The time when it was submitted or, from `has_begun` on, when it began."""
     has_begun: bool = False
     cancel_reason: CancelReason | None = None
     """The decision about it: stopped early, paused, to be run again by the next start, or already reported as ended."""
     end: float = math.inf
-    """When its process must be gone, by the executor's clock."""
+    """The time when its process must be gone, by the executor's clock."""
     cancelled: bool = False
     announced: bool = False
-    """That it waits for room."""
+    """Whether it was said that it waits for room."""
     value: Any = None
     """The reference of a value that has not come yet."""
 
@@ -183,9 +182,7 @@ class RayExecutor:
         self._asks.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closed.set()
         self._asks.join(0.0 if self.is_lost else ASK_S)
 
@@ -298,7 +295,7 @@ def _refusals(resources: Mapping[str, float]) -> Iterator[None]:
 
 
 def check_room(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float]) -> None:
-    """Raises ValueError where no node could ever run a trial, with what there is."""
+    """Check that a node could run a trial. Raises ValueError where none ever could, with what there is."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     if not any(all(node.get(name, 0) >= amount for name, amount in resources.items()) for node in alive):
         raise UserError(

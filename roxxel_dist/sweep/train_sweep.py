@@ -26,7 +26,7 @@ CONFIG_ENV, DATA_ENV = "ROXXEL_SWEEP_CONFIG", "ROXXEL_SWEEP_DATA"
 RUN_DIR_ENV = "ROXXEL_SWEEP_RUN_DIR"
 """The run directory; `runs/sweep_ID/RUN` where it is not given."""
 RANKS_ENV = "ROXXEL_SWEEP_RANKS"
-"""How many processes a trial has, as JSON: the fields of `Ranks`."""
+"""The ranks of a trial, as JSON: the fields of `Ranks`."""
 DEFAULT_CONFIG, DEFAULT_DATA = "configs/default_config.yaml", "data/corpus.txt"
 WRITTEN = "trial.yaml"
 MODES = {"offline": "offline", "dryrun": "offline", "disabled": "off", "online": "online"}
@@ -69,11 +69,9 @@ def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
 
 
 def _parameters(words: Sequence[str]) -> dict[str, Any]:
-    """Names and values of the words that W&B's agent makes of parameters, by any of its macros; values as in YAML.
-
-    The words are `--name=value`, `--name value`, `name=value`, `+name=value`, `--name` for true, and a JSON object or
-    the path of a file with one.
-    """
+    """Names and values of the words that W&B's agent makes of parameters, by any of its macros; values as in YAML. The
+    words are `--name=value`, `--name value`, `name=value`, `+name=value`, `--name` for true, and a JSON object or the
+    path of a file with one."""
     texts: dict[str, Any] = {}
     waiting: str | None = None
     for word in words:

@@ -11,7 +11,6 @@ import re
 import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -25,7 +24,7 @@ from roxxel_dist.sweep.samplers.base import Curve
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
 from roxxel_dist.sweep.trial.outcome import OURS, TRACEBACK, classify_exit, last_words
-from roxxel_dist.sweep.trial.process import Ranks, TrialTask, environment, prompt_reports
+from roxxel_dist.sweep.trial.process import TrialTask, client_environment, environment
 from roxxel_dist.sweep.trial.program import command_of
 from roxxel_dist.sweep.trial.tail import WandbTail
 from roxxel_dist.sweep.trial.trial import Event, Objective, failure_event, follow, wait_until_free
@@ -35,7 +34,7 @@ PROJECT = "roxxel-dist"
 PAUSES_S = (5.0, 15.0, 45.0)
 """Between the tries to get a trial of a server that cannot be reached."""
 GIVES_NOTHING_S = 20.0
-"""After so long without a trial a line says that the server gives none; a client needs some seconds to begin."""
+"""Seconds without a trial after which a line says that the server gives none; a client needs some to begin."""
 COMMAND = ["${env}", "${interpreter}", "-m", "roxxel_dist.sweep.train_sweep", "${args}"]
 
 
@@ -81,7 +80,7 @@ def has_login() -> bool:
 
 
 def definition(sweep_id: str) -> Mapping[str, Any]:
-    """What the server has of a sweep, as W&B's YAML would have it. Raises ValueError where there is none."""
+    """The definition of a sweep on the server, as W&B's YAML would have it. Raises ValueError where there is none."""
     import wandb
 
     try:
@@ -92,14 +91,11 @@ def definition(sweep_id: str) -> Mapping[str, Any]:
 
 
 def create_or_join(sweep: Mapping[str, Any] | str, project: str | None = None) -> str:
-    """ENTITY/PROJECT/ID of a sweep on the W&B server: a new one, or one that is there.
+    """ENTITY/PROJECT/ID of a sweep on the W&B server: a new one, of what W&B's YAML has, or one that is there, by its
+    id: ID, PROJECT/ID or ENTITY/PROJECT/ID.
 
-    Args:
-        sweep: what W&B's YAML has, or the id of a sweep: ID, PROJECT/ID or ENTITY/PROJECT/ID.
-        project: of the sweep, where its id has none; that of the file or of the environment where not given.
-
-    Raises:
-        ValueError: no login, no such server, or no such sweep.
+    `project` is the sweep's where its id has none; by default that of the file or of the environment. Raises ValueError
+    for no login, no such server, or no such sweep.
     """
     import wandb
 
@@ -177,7 +173,8 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
 def _ask_server(
     task: TrialTask, words: list[str], objective: Objective, folder: Path, *, has_started: bool
 ) -> Generator[Event, None, tuple[int, str, str | None]]:
-    """As `follow`, with a line where the server gives no trial for long; the start is yielded the first time alone."""
+    """Run the agent as `follow` does, with a line where the server gives no trial for long; the start is yielded the
+    first time alone."""
     limit = time.monotonic() + GIVES_NOTHING_S
 
     def look() -> Event | None:
@@ -206,12 +203,10 @@ def _environment(task: TrialTask, folder: Path) -> dict[str, str]:
     return environment(
         {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-            "WANDB_DIR": str(folder),
-            "WANDB_ERROR_REPORTING": "false",
-            **prompt_reports(),
+            **client_environment(folder),
             CONFIG_ENV: str(base.absolute()),
             RUN_DIR_ENV: str(folder),
-            RANKS_ENV: json.dumps({field.name: getattr(task, field.name) for field in fields(Ranks)}),
+            RANKS_ENV: json.dumps(task.ranks),
             SHARE_COMPILATION: "1",
             **({DATA_ENV: absolute(task.data_path)} if task.data_path else {}),
             **task.environment,
@@ -243,19 +238,18 @@ State = Literal["no run", "stopped", "finished", "failed", "silent"]
 
 
 class AgentEnd:
-    """How W&B's agent, and the program of the run that it was given, have ended.
+    """The end of W&B's agent, and of the program of the run that it was given.
 
-    The agent's exit code says nothing about its program. These do, by their writers:
-
-    - the agent, before it starts the program: `wandb/sweep-*/config-RUN.yaml`, the run and its parameters;
-    - the agent, on its output: "Stop: RUN" when the server stops a run, "Cleaning up finished run" when one has ended;
-    - the client in the program: the exit code, in its file of the run;
-    - a training: whether it has finished, in its cursor. One that was asked to stop saves, and ends the client with 0.
+    The agent's exit code says nothing about its program. These do: of the agent, before it starts the program,
+    `wandb/sweep-*/config-RUN.yaml`, the run and its parameters, and on its output "Stop: RUN" when the server stops a
+    run, "Cleaning up finished run" when one has ended; of the client in the program the exit code, in its file of the
+    run; and of a training whether it has finished, in its cursor. One that was asked to stop saves, and ends the client
+    with 0.
     """
 
     STOP, CLEANING = "Stop: {}", "Cleaning up finished run"
     LINES = re.compile(r"^(\t|\d{4}-\d\d-\d\d [\d:,]+ - |wandb: (?!ERROR))")
-    """Of the agent and the client in the output, among those of the program."""
+    """Lines of the agent and the client in the output, among those of the program."""
 
     def __init__(self, folder: Path, output: str) -> None:
         import yaml

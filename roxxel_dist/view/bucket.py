@@ -37,12 +37,8 @@ SHOWN_META = re.compile(rf"{CHECKPOINTS}/\d+/{re.escape(META)}")
 
 
 class BucketRunReader(RunReader):
-    """Reads a run in a bucket. While the store is unavailable, the state does not change.
-
-    Raises:
-        ValueError: it is not the address of a run.
-        StoreError: the first read of the store fails.
-    """
+    """A reader of a run in a bucket. While the store is unavailable, the state does not change. Raises ValueError where
+    it is not the address of a run, StoreError where the first read fails."""
 
     def __init__(self, url: str) -> None:
         self._copy = RunCopy(url)
@@ -66,11 +62,8 @@ class BucketRunReader(RunReader):
 
 
 class RunCopy(BucketFolder):
-    """The files of a run that a frame shows, and the list of its checkpoints, as the bucket has them.
-
-    Attributes:
-        is_trained: whether a process renewed its lease, at the last `pull`.
-    """
+    """The files of a run that a frame shows, and the list of its checkpoints, as the bucket has them; `is_trained` says
+    whether a process renewed its lease at the last `pull`."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, cache_folder() / SHOWN, read_only=True, timeout_s=TIMEOUT_S)

@@ -86,10 +86,8 @@ class Curve:
             place = stop
 
     def cut(self, step: int) -> None:
-        """Remove the values at `step` and behind it.
-
-        Of a bucket with values on both sides, those before it whose steps are known stay.
-        """
+        """Remove the values at `step` and behind it. Of a bucket with values on both sides, those before it whose steps
+        are known stay."""
         while self._buckets and self._buckets[-1].begin >= step:
             self._buckets.pop()
         if self._buckets and self._buckets[-1].end >= step:
@@ -139,13 +137,8 @@ def curve_of(points: Sequence[tuple[int, float]]) -> tuple[Bucket, ...]:
 
 
 class Curves:
-    """The curve of each metric of a run, from its rows.
-
-    Attributes:
-        row: the newest value of each metric; NaN if it is not finite.
-        curves: the finite values, by metric.
-        gaps: the steps whose value is not finite, by metric; their values are 0.
-    """
+    """The curve of each metric of a run, from its rows: `row` has the newest value of each metric, NaN if it is not
+    finite; `curves` the finite values by metric; `gaps` the steps whose value is not finite, with the value 0."""
 
     def __init__(self, skipped: Sequence[str] = ()) -> None:
         """`skipped` are the keys of a row that are no metrics."""

@@ -39,7 +39,7 @@ class Look:
     width: int
     height: int
     ascii_only: bool = False
-    """For a terminal without Unicode."""
+    """Whether the terminal has no Unicode."""
     zoom: bool = False
     """Show only the last quarter of a curve."""
     chosen: int = 0
@@ -60,7 +60,7 @@ def frame(states: Sequence[State], look: Look, keys: str = "") -> list[Text]:
 
 
 def one(state: State, look: Look, room: int) -> list[Text]:
-    """All details of one item."""
+    """The details of one item."""
     if isinstance(state, RunState):
         return _run(state, look, room)
     return _study(state, room) if isinstance(state, StudyState) else _job(state, room)
@@ -230,8 +230,7 @@ def _ranks(ranks: Sequence[RankState]) -> list[Text]:
 
 
 def _restarts(restarts: Sequence[Restart]) -> list[Text]:
-    lines = [f"{_clock(last.time)} attempt {last.attempt}, step {last.step:,}" for last in restarts[-3:]]
-    lines = [f"{line}: {last.cause}" for line, last in zip(lines, restarts[-3:], strict=True)]
+    lines = [f"{_clock(one.time)} attempt {one.attempt}, step {one.step:,}: {one.cause}" for one in restarts[-3:]]
     earlier = [f"{len(restarts) - 3} earlier"] if len(restarts) > 3 else []
     return [Text(f"restart  {line}", "yellow") for line in [*earlier, *lines]]
 
@@ -325,9 +324,7 @@ def chart(
     curves: Sequence[Points], width: int, height: int, *, ascii_only: bool = False
 ) -> list[list[tuple[str, int]]]:
     """Lines of a chart of `width` columns and `height` rows: parts of text, each with the number of its curve, or -1.
-
-    The last row has the first and the last step. Empty if there are no points, or no room.
-    """
+    The last row has the first and the last step. Empty if there are no points, or no room."""
     points = [point for curve in curves for point in curve if math.isfinite(point[1])]
     columns, rows = width - LABEL - 2, height - 1
     if len(points) < 2 or columns < 8 or rows < 2:

@@ -21,17 +21,17 @@ from roxxel_dist.sweep.samplers.pairs import outcome
 from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.folder import EXTRAS, Study, StudyDir
 from roxxel_dist.sweep.study.journal import History
+from roxxel_dist.train.log.csv_jsonl import Tail
 from roxxel_dist.utils.display import plain
 from roxxel_dist.view.bucket import BucketRunReader
-from roxxel_dist.view.run import RankRates, RankState, RunReader, RunState
-from roxxel_dist.view.tail import Tail, json_objects
+from roxxel_dist.view.run import RankRates, RankState, RunReader, RunState, modified_time
 
 RUNS, STUDIES = Path("runs"), Path("studies")
 NOTHING = f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder"
 LOOK_S = 2.0
 """Seconds between searches for new items, while `top` is open."""
 TAIL_BYTES, TAIL_LINES = 16 << 10, 12
-"""Of the end of a log."""
+"""Bytes and lines of the end of a log that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,19 +63,19 @@ class StudyReader:
 
     def read(self) -> StudyState:
         """The current state of the study."""
-        events = json_objects(self._journal.lines())
+        events = self._journal.objects()
         if self._journal.restarted:
             self._study = replace(self._study, history=History())
         history = self._study.history
         for event in events:
-            with suppress(KeyError, TypeError):  # a damaged line, which `report` names
+            with suppress(KeyError, TypeError, ValueError):  # a damaged line, which `report` names
                 history.apply(event)
         self._study = replace(self._study, is_searched=is_held(self.path / LOCK, unknown=False))
         return state_of(self._study)
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """What changes when a file is written; empty if there is none."""
+    """The facts that change when a file is written; empty if there is none."""
     try:
         status = file.stat()
     except OSError:
@@ -140,12 +140,12 @@ class JobReader:
         return JobState(record=self.record, ranks=self._rates.read(self.record), lines=lines)
 
 
-def last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
+def last_lines(log: Path) -> tuple[str, ...]:
     """The last lines of a log; none if it cannot be read."""
     try:
         with log.open("rb", buffering=0) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            return tuple(file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-count:])
+            return tuple(file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-TAIL_LINES:])
     except OSError:
         return ()
 
@@ -162,7 +162,7 @@ class Item:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells items apart: the kind of reader, and the name."""
+        """The key that tells items apart: the kind of reader, and the name."""
         return type(self.reader).__name__, self.name
 
 
@@ -173,7 +173,7 @@ def keep_readers(before: Iterable[Item], found: Iterable[Item]) -> list[Item]:
 
 
 def known_jobs() -> list[JobRecord]:
-    """All jobs, the oldest first; none if this user has no home directory."""
+    """The jobs of this user, the oldest first; none if there is no home directory."""
     with suppress(FileNotFoundError):
         return index.entries()
     return []
@@ -192,10 +192,8 @@ def is_behind(state: State) -> bool:
 
 
 def items_of(names: Sequence[str]) -> list[Item]:
-    """The items for names of runs, studies, folders of them, and jobs. Without names: the newest active one, else all.
-
-    Raises ValueError for an unknown name.
-    """
+    """The items for names of runs, studies, folders of them, and jobs; without names the newest active one, else all.
+    Raises ValueError for an unknown name."""
     if not names:
         return _newest()
     items = [item for name in names for item in _named(name)]
@@ -204,9 +202,7 @@ def items_of(names: Sequence[str]) -> list[Item]:
 
 class Watched:
     """The items that `top` shows while it is open. They are searched again, and readers keep what they have read.
-
-    Without names it shows one living run and changes to a newer one only after that has ended.
-    """
+    Without names it shows one living run and changes to a newer one only after that has ended."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names: Sequence[str] = names
@@ -224,7 +220,8 @@ class Watched:
             self.items = keep_readers(self.items, found)
 
     def _successor(self, states: Sequence[State]) -> list[Item]:
-        """What follows on one item: the run of a job, once it has a folder, and a living run on one that has ended."""
+        """The items that follow on one: the run of a job, once it has a folder, and a living run on one that has
+        ended."""
         (item,) = self.items
         if isinstance(item.reader, JobReader) and (found := _of_job(item.reader.record)) and found[0].key != item.key:
             return found
@@ -241,11 +238,9 @@ def is_active(state: State) -> bool:
 
 
 def all_items() -> list[Item]:
-    """The runs in `runs` and the studies in `studies`, then the runs of active jobs elsewhere.
-
-    Raises ValueError if there are none.
-    """
-    items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
+    """The runs in `runs` and the studies in `studies`, then the runs of active jobs elsewhere. Raises ValueError if
+    there are none."""
+    items = _in_folders((RUNS, STUDIES))
     living = [item for job in known_jobs() if not job.is_over and job.is_known for item in _of_job(job)]
     items = list({(type(item.reader), os.path.realpath(item.name)): item for item in [*items, *living]}.values())
     if not items:
@@ -255,9 +250,7 @@ def all_items() -> list[Item]:
 
 def finder(names: Sequence[str]) -> Callable[[], list[Item]]:
     """A function that returns `items_of` names, or `all_items`: each call reads folders again, but buckets only once.
-
-    Raises ValueError for an unknown name.
-    """
+    Raises ValueError for an unknown name."""
     local = [name for name in names if bucket_url(name) is None]
     distant = [item for name in names if name not in local for item in _named(name)]
     return lambda: [*distant, *(items_of(local) if local else [] if names else all_items())]
@@ -295,7 +288,20 @@ def _in_folder(folder: Path) -> list[Item]:
     if not folder.is_dir():
         return []
     inside = [path for path in folder.iterdir() if path.is_dir() and (is_run(path) or is_study(path))]
-    return [item for path in sorted(inside, key=_written, reverse=True) for item in _in_folder(path)]
+    return _in_folders(sorted(inside, key=_written, reverse=True))
+
+
+def _in_folders(folders: Iterable[Path]) -> list[Item]:
+    """The items in folders. A study that cannot be read does not hide the others: where there are none it is named."""
+    items, damage = list[Item](), None
+    for folder in folders:
+        try:
+            items += _in_folder(folder)
+        except UserError as error:
+            damage = error
+    if damage is not None and not items:
+        raise damage
+    return items
 
 
 def _newest() -> list[Item]:
@@ -303,7 +309,7 @@ def _newest() -> list[Item]:
     living = [job for job in known_jobs() if not job.is_over and job.is_known]
     if living := [job for job in living if job.ran] or living:
         return _of_job(living[-1])
-    items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
+    items = _in_folders((RUNS, STUDIES))
     for item in items:
         if is_active(read(item, brief=True, deadline=0.0)):
             return [item]
@@ -313,8 +319,7 @@ def _newest() -> list[Item]:
 
 
 def _written(path: Path) -> float:
-    times = [(path / name).stat().st_mtime for name in (METRICS, JOURNAL) if (path / name).is_file()]
-    return max(times, default=0.0)
+    return max(modified_time(path / name) for name in (METRICS, JOURNAL))
 
 
 def values(state: State) -> dict[str, Any]:

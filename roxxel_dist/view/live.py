@@ -87,7 +87,7 @@ def _footer(count: int, opened: bool, zoom: bool) -> str:
 
 @contextlib.contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """Within it, keys are read as they are pressed, without echo."""
+    """A context in which keys are read as they are pressed, without echo."""
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)

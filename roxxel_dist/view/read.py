@@ -24,11 +24,9 @@ WIDTH = 80
 
 
 class Columns(Mapping[str, np.ndarray]):
-    """A table as a mapping: arrays of one length by name, in the order of the rows.
-
-    Columns of numbers are float64, with NaN for missing values; others are object arrays, with None, and so are those
-    with a whole number that no float64 is.
-    """
+    """A table as a mapping: arrays of one length by name, in the order of the rows. Columns of numbers are float64,
+    with NaN for missing values; others are object arrays, with None, and so are those with a whole number that no
+    float64 is."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         names = dict.fromkeys(name for row in rows for name in row)
@@ -78,7 +76,7 @@ class RunData:
     metrics: Columns
     """A row for each logged step: "step", "train_loss" and so on; NaN if a value is missing or not finite."""
     config: Mapping[str, Any]
-    """Its fields; empty for a run of a bare `Trainer`."""
+    """The fields of its config; empty for a run of a bare `Trainer`."""
     phases: tuple[PhaseSpan, ...]
     checkpoints: tuple[CheckpointState, ...]
 
@@ -111,22 +109,16 @@ class StudyData:
 
 
 def read_run(path: str | Path) -> RunData:
-    """Read a run directory, also while it trains; from a bucket, without its checkpoints.
-
-    Raises ValueError if it is not a run; the message suggests the closest run.
-    """
+    """Read a run directory, also while it trains; from a bucket, without its checkpoints. Raises ValueError if it is
+    not a run; the message suggests the closest run."""
     folder = local_run(path)
     if not is_run(folder):
         raise UserError(no_run(folder, absolute(Path(path))))
     state = RunReader(folder).read(deadline=0.0)  # its rows are read below
     config = load_yaml(folder / CONFIG) if (folder / CONFIG).exists() else {}
-    return RunData(
-        path=folder,
-        metrics=Columns(read_rows(folder / METRICS)),
-        config={name: value for name, value in config.items() if name != RECORD},
-        phases=state.phases,
-        checkpoints=state.checkpoints,
-    )
+    config.pop(RECORD, None)
+    metrics = Columns(read_rows(folder / METRICS))
+    return RunData(path=folder, metrics=metrics, config=config, phases=state.phases, checkpoints=state.checkpoints)
 
 
 def read_study(path: str | Path) -> StudyData:
@@ -139,11 +131,6 @@ def read_study(path: str | Path) -> StudyData:
         | flat(trial.params)
         for trial in study.history.trials.values()
     ]
-    best = study.history.best
-    return StudyData(
-        path=study.path,
-        metric=study.sweep.metric,
-        goal=study.sweep.goal,
-        trials=Columns(rows),
-        best=best and best.number,
-    )
+    best, sweep = study.history.best, study.sweep
+    trials, number = Columns(rows), best and best.number
+    return StudyData(path=study.path, metric=sweep.metric, goal=sweep.goal, trials=trials, best=number)

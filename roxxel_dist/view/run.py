@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import nsmallest
 from pathlib import Path
@@ -17,9 +17,9 @@ from roxxel_dist.launcher.control.record import JobRecord, Restart
 from roxxel_dist.place.directory import CONFIG, METRICS, is_held
 from roxxel_dist.process.process_stat import STATE, stat
 from roxxel_dist.settings.config import load_yaml
+from roxxel_dist.train.log.csv_jsonl import Tail
 from roxxel_dist.train.log.timeline import FINISHED, NAME, TimeSpent
 from roxxel_dist.view.curve import Bucket, Curves, Points, number_of, points_of, step_of
-from roxxel_dist.view.tail import Tail, json_objects
 
 PORTION_BYTES, LEAST_BYTES = 512 << 10, 16 << 10
 """Bytes of a log between two looks at the time, and those that are read if there is no time left."""
@@ -103,7 +103,7 @@ class RunState:
     realised: Mapping[str, float]
     """Share of each data set in the rows that the current phase has read; empty if the plan is not on disk yet."""
     layout: str = ""
-    """How devices shared the newest batches; empty where each had whole rows of its own."""
+    """The way in which devices shared the newest batches; empty where each had whole rows of its own."""
     ranks: tuple[RankState, ...] = ()
     job: str = ""
     """Its newest job on this host."""
@@ -137,7 +137,7 @@ class RunState:
     @property
     def phase(self) -> int:
         """The index of the current phase, from 0."""
-        return next((i for i, phase in enumerate(self.phases) if self.step <= phase.last), len(self.phases) - 1)
+        return current_phase(self.phases, self.step)
 
     @property
     def left_s(self) -> float | None:
@@ -158,13 +158,14 @@ class RunState:
         return self.spent["training"] / total if total else None
 
 
-class MetricsTail:
-    """The curves of a `metrics.jsonl`, extended by new rows.
+def current_phase(phases: Sequence[PhaseSpan], step: int) -> int:
+    """The index of the phase of a step, from 0."""
+    return next((i for i, phase in enumerate(phases) if step <= phase.last), len(phases) - 1)
 
-    Attributes:
-        curves: those of the rows that are read.
-        row: the newest value of each metric, also of a file that is not read to its end yet.
-    """
+
+class MetricsTail:
+    """The curves of a `metrics.jsonl`, extended by new rows: `curves` are those of the rows that are read, `row` has
+    the newest value of each metric, also of a file that is not read to its end yet."""
 
     def __init__(self, path: Path) -> None:
         self.tail: Tail = Tail(path)
@@ -206,7 +207,7 @@ def portions(tail: Tail, deadline: float | None) -> Iterator[list[dict[str, Any]
     """The objects of the new lines of a file in portions; after a time of `time.thread_time` one small portion more."""
     while True:
         is_late = deadline is not None and time.thread_time() >= deadline
-        yield json_objects(tail.lines(LEAST_BYTES if is_late else PORTION_BYTES))
+        yield tail.objects(LEAST_BYTES if is_late else PORTION_BYTES)
         if not tail.unread_bytes or is_late:
             return
 
@@ -221,14 +222,15 @@ class RunReader:
         self._rates = RankRates()
 
     def read(self, job: JobRecord | None = None, *, brief: bool = False, deadline: float | None = None) -> RunState:
-        """The current state of the run; `job` is its newest job.
-
-        `deadline`: the time of `time.thread_time` at which it stops to read logs; the next call continues. Default: it
-        reads all.
-        """
-        metrics = self._metrics
+        """The current state of the run; `job` is its newest job. At the time `deadline` of `time.thread_time` it stops
+        to read logs, and the next call continues; by default it reads all."""
+        metrics, times = self._metrics, TimeSpent()
         metrics.read(deadline)
         tails = [metrics.tail]
+        if not brief:
+            self._timeline.read(deadline)
+            tails.append(self._timeline.tail)
+            times = self._timeline.times
         row, cursor = metrics.row, read_cursor(self.path)
         state = "training" if self.is_trained() else "finished" if cursor.get("finished") else "stopped"
         if job is not None and job.state in ("starting", "restarting", "stopping"):
@@ -240,6 +242,7 @@ class RunReader:
         step = max(int(row.get("step", 0)), 0 if job is None or job.is_over else job.step - 1)
         if state == "stopped":  # it has saved a step after its last row, because not every step has a row
             step = max(step, *(checkpoint.step for checkpoint in checkpoints if not checkpoint.set_aside), 0)
+            state = "finished" if times.last.get("activity") == FINISHED else state
         buckets = {name: curve.buckets for name, curve in metrics.curves.curves.items()}
         gaps = {
             name: [(bucket.begin, bucket.rows) for bucket in gap.buckets]
@@ -250,7 +253,12 @@ class RunReader:
         last = cursor.get("last_step")  # max_steps may end a run before its phases do
         if phases and not (last and step <= last):  # no checkpoint yet, or none since a resume with more steps
             last = phases[-1].last
-        now = RunState(
+        realised, size = {}, sum(tail.size for tail in tails)
+        if plan and phases and step and not brief:
+            with suppress(ValueError, KeyError, TypeError, IndexError):
+                current = phases[current_phase(phases, step)]
+                realised = _realised(json.dumps(plan), current.first - 1, min(step, phases[-1].last))
+        return RunState(
             name=self.name,
             path=str(self.path),
             title=title,
@@ -262,36 +270,18 @@ class RunReader:
             best_val_loss=min([*losses, *([] if best is None else [best])], default=None),
             buckets=buckets,
             gaps=gaps,
+            read_share=1.0 - sum(tail.unread_bytes for tail in tails) / size if size else 1.0,
             phases=phases,
-            realised={},
-            ranks=() if job is None else self._rates.read(job),
-            job=job.run_id if job else "",
-            restarts=job.restarts if job else (),
-            spent={},
-            checkpoints=checkpoints,
-            updated=modified_time(self.path / METRICS),
-        )
-        if not brief:
-            self._timeline.read(deadline)
-            tails.append(self._timeline.tail)
-        size = sum(tail.size for tail in tails)
-        now = replace(now, read_share=1.0 - sum(tail.unread_bytes for tail in tails) / size if size else 1.0)
-        if brief:
-            return now
-        times = self._timeline.times
-        if state == "stopped" and times.last.get("activity") == FINISHED:
-            now = replace(now, state="finished")
-        realised = {}
-        if plan and phases and step:
-            with suppress(ValueError, KeyError, TypeError, IndexError):
-                realised = _realised(json.dumps(plan), phases[now.phase].first - 1, min(step, phases[-1].last))
-        return replace(
-            now,
-            spent=dict(times.spent),
-            attempts=times.attempts,
-            resumes=tuple(times.resumes),
             realised=realised,
             layout=str(times.last_step.get("layout", "")),
+            ranks=() if job is None else self._rates.read(job),
+            job=job.run_id if job else "",
+            attempts=times.attempts,
+            resumes=tuple(times.resumes),
+            restarts=job.restarts if job else (),
+            spent=dict(times.spent),
+            checkpoints=checkpoints,
+            updated=modified_time(self.path / METRICS),
         )
 
     def is_trained(self) -> bool:
@@ -386,15 +376,9 @@ def _phases_of(shapes: Sequence[Mapping[str, Any]]) -> tuple[PhaseSpan, ...]:
     for shape in shapes:
         weights = dict(shape["weights"])
         total = sum(weights.values())
-        phases.append(
-            PhaseSpan(
-                first=first,
-                last=first + shape["steps"] - 1,
-                batch_size=shape["batch_size"],
-                seq_len=shape["seq_len"],
-                weights={name: weight / total for name, weight in weights.items()},
-            )
-        )
+        shares = {name: weight / total for name, weight in weights.items()}
+        sizes = {name: shape[name] for name in ("batch_size", "seq_len")}
+        phases.append(PhaseSpan(first=first, last=first + shape["steps"] - 1, weights=shares, **sizes))
         first += shape["steps"]
     return tuple(phases)
 

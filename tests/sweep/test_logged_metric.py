@@ -15,7 +15,7 @@ LR = {"lr": {"min": 0.1, "max": 0.2}}
 
 
 def check(metric, fields, path, parameters=LR):
-    check_of_trainings(sweep_of({"metric": metric, "parameters": parameters}), fields, Config.from_dict(fields), path)
+    check_of_trainings(sweep_of({"metric": metric, "parameters": parameters}), Config.from_dict(fields), path)
 
 
 def test_bits_per_byte_need_text(tmp_path):

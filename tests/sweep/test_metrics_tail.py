@@ -30,7 +30,6 @@ def test_value_at_step_1_is_a_report_where_it_stands_for_a_step(
             file.write(json.dumps({"step": step, "val_loss": None if math.isnan(value) else value}) + "\n")
         found += tail.read()
     found += tail.read(last=True)
-    tail.close()
     assert str(found) == str(reports)
 
 
@@ -49,7 +48,6 @@ def test_a_mean_over_data_sets(rows: list[dict[str, float | None]], expected: li
     with (tmp_path / METRICS).open("w") as file:
         file.writelines(json.dumps({"step": 20 * number, **row}) + "\n" for number, row in enumerate(rows, 1))
     found = tail.read(last=True)
-    tail.close()
     assert str(found) == str(expected)
     assert list(tail.losses) == [step for step, _ in expected]
     assert all(set(of_sets) == {"a", "b"} for of_sets in tail.losses.values())

@@ -7,12 +7,12 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.driver import run, sweep_run
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.trial import trial
-from roxxel_dist.sweep.trial.process import Ranks, launch_command
+from roxxel_dist.sweep.trial.process import launch_command
 
 
 def share(rules, **given):
     found = SweepOptions(ray_address="auto", **given).trial_resources(rules)
-    return found.cpus, found.gpus, found.task
+    return found.cpus_per_host, found.gpus_per_host, found.task
 
 
 def test_what_a_trial_of_one_host_takes():
@@ -28,9 +28,9 @@ def test_the_task_of_a_trial_of_several_hosts_takes_nothing_and_its_launcher_all
     assert share({}, hosts_per_trial=2, procs_per_host=3) == (3, None, {"CPU": 0})
     assert share({"CPU": 5, "GPU": 8}, hosts_per_trial=2, procs_per_host=2) == (5, 4, {"CPU": 0, "GPU": 0})
     assert share({"CPU": 5}, hosts_per_trial=2, cpus_per_trial=6, gpus_per_trial=2) == (6, 1, {"CPU": 0})
-    cpus, gpus, _ = share({"GPU": 4}, hosts_per_trial=2, procs_per_host=2)
-    ranks = Ranks(hosts=2, procs_per_host=2, cpus_per_host=cpus, gpus_per_host=gpus, ray_address="auto")
-    words = launch_command(ranks, ["train"])
+    options = SweepOptions(ray_address="auto", hosts_per_trial=2, procs_per_host=2)
+    words = launch_command(options.trial_resources({"GPU": 4}), ["train"])
+    assert words[words.index("--hosts") + 1] == words[words.index("--procs-per-host") + 1] == "2"
     assert words[words.index("--cpus-per-host") + 1] == "2"
     assert words[words.index("--gpus-per-host") + 1] == "2"
 

@@ -4,12 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import environment
 from trials import split, task
 
-from roxxel_dist.sweep.trial.process import FLUSH_ENV, prompt_reports
+from roxxel_dist.sweep.trial.process import FLUSH_ENV, client_environment
 from roxxel_dist.sweep.trial.tail import WandbTail
 from roxxel_dist.sweep.trial.trial import run
 
@@ -171,7 +172,7 @@ def test_the_client_writes_its_file_soon(monkeypatch):
 
     monkeypatch.delenv(FLUSH_ENV, raising=False)
     settings = Settings()
-    settings.update_from_env_vars(prompt_reports())
+    settings.update_from_env_vars(client_environment(Path("kept")))
     assert settings.x_transaction_log_flush_interval == 1.0
     monkeypatch.setenv(FLUSH_ENV, "5")
-    assert prompt_reports() == {FLUSH_ENV: "5"}
+    assert client_environment(Path("kept"))[FLUSH_ENV] == "5"

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from roxxel_dist.train.log.console import TextTracker, format_row
-from roxxel_dist.train.log.csv_jsonl import CsvTracker, JsonlReader, JsonlTracker, keep_rows
+from roxxel_dist.train.log.csv_jsonl import CsvTracker, JsonlTracker, Tail, UnreadableLogError, keep_rows, read_rows
 
 ROWS = [{"step": s, "train_loss": 1 / s, "train_bal": 0.0, "accuracy": 0.5} for s in (1, 10, 20)]
 
@@ -88,30 +88,45 @@ def test_rows_are_kept_of_what_is_a_row(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_a_reader_follows_a_file_that_grows_and_is_cut(tmp_path):
+def test_a_file_is_followed_and_begun_anew_when_it_is_cut(tmp_path):
     path = tmp_path / "log.jsonl"
-    reader = JsonlReader(path)
-    assert list(reader.rows()) == [], "not there yet"
+    tail = Tail(path)
+    assert tail.rows() == tail.objects() == read_rows(path) == [], "not there yet"
     log = JsonlTracker(path)
     log.row({"step": 1, "train_loss": math.inf})
     log.row({"step": 2, "train_loss": 1.5})
-    assert list(reader.rows()) == [{"step": 1}, {"step": 2, "train_loss": 1.5}]
-    assert list(reader.rows()) == []
+    assert tail.rows() == [{"step": 1, "train_loss": None}, {"step": 2, "train_loss": 1.5}]
+    assert read_rows(path) == [{"step": 1}, {"step": 2, "train_loss": 1.5}]
+    assert tail.rows() == []
     with path.open("a") as file:
         file.write('{"step": 3, "tra')
         file.flush()
-        assert list(reader.rows()) == [], "half a row is none"
+        assert tail.rows() == [], "half a row is none"
         file.write('in_loss": 1.25}\n')
-    assert list(reader.rows()) == [{"step": 3, "train_loss": 1.25}]
-    assert not reader.replaced()
+    assert (tail.rows(), tail.restarted) == ([{"step": 3, "train_loss": 1.25}], False)
     log.rewind(1)
     log.row({"step": 2, "train_loss": 9.5})
     log.close()
-    assert reader.replaced()
-    assert list(reader.rows()) == [], "it has the file of before"
-    reader.restart()
-    assert list(reader.rows()) == [{"step": 1}, {"step": 2, "train_loss": 9.5}]
-    reader.close()
+    assert (tail.rows(), tail.restarted) == ([{"step": 1, "train_loss": None}, {"step": 2, "train_loss": 9.5}], True)
+
+
+@pytest.mark.parametrize("line", ["[1]", "{torn", "", '{"step": 4}, {"step": 5}'])
+def test_a_line_that_is_no_row_is_named_or_skipped(line, tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    strict, other = Tail(path), Tail(path)
+    assert strict.rows() == other.objects() == [{"step": 1}, {"step": 2}]
+    with path.open("a") as file:
+        file.write(f'{{"step": 3}}\n{line}\n')
+    assert other.objects()[0] == {"step": 3}
+    with pytest.raises(ValueError, match=r"line 4: .* is no JSON object"):
+        strict.rows()
+
+
+def test_a_log_that_cannot_be_read_is_named_or_empty(tmp_path):
+    assert Tail(tmp_path).objects() == []
+    with pytest.raises(UnreadableLogError, match="Is a directory"):
+        Tail(tmp_path).rows()
 
 
 def test_a_row_for_people():

@@ -14,11 +14,11 @@ from browser import data_of
 from roxxel_dist.cli import main
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.sweep.study.journal import Trial
+from roxxel_dist.train.log.csv_jsonl import Tail
 from roxxel_dist.view import run as run_file
 from roxxel_dist.view.curve import MOST, Curve, Curves, curve_of, points_of, reduce_buckets
 from roxxel_dist.view.frame import Look, chart, frame
 from roxxel_dist.view.run import RunReader
-from roxxel_dist.view.tail import Tail
 from roxxel_dist.view.web.sections import LISTED_BUCKETS, columns, sections
 
 SPIKE = 9.0
@@ -275,9 +275,9 @@ def test_a_copy_that_grows_is_not_read_again(tmp_path):
     """As the copy of a run in a bucket: a new file each time, which begins as the one before."""
     path, tail = tmp_path / "log", Tail(tmp_path / "log")
     for size in (10, 20, 30):
-        (tmp_path / "new").write_bytes(b"".join(b"%09d\n" % number for number in range(size)))
+        (tmp_path / "new").write_bytes(b"".join(b'{"n": %d}\n' % number for number in range(size)))
         (tmp_path / "new").rename(path)
-        assert tail.lines() == [b"%09d" % number for number in range(size - 10, size)]
+        assert tail.objects() == [{"n": number} for number in range(size - 10, size)]
         assert tail.restarted == (size == 10)
 
 
@@ -296,12 +296,12 @@ def test_a_log_that_is_deleted_leaves_what_was_read(tmp_path):
 def test_another_file_is_read_from_its_beginning(tmp_path, size, in_place):
     """Also one that is as long as the first was, or that has its number."""
     path, tail = tmp_path / "log", Tail(tmp_path / "log")
-    path.write_bytes(b"".join(b"%09d\n" % number for number in range(30)) + b"torn")
-    assert len(tail.lines()) == 30
+    path.write_bytes(b"".join(b'{"n": %d}\n' % (100 + number) for number in range(30)) + b"torn")
+    assert len(tail.objects()) == 30
     if not in_place:
         os.unlink(path)
-    path.write_bytes(b"".join(b"%09d\n" % (number + 5) for number in range(size)))
-    assert tail.lines()[0] == b"000000005"
+    path.write_bytes(b"".join(b'{"n": %d}\n' % (105 + number) for number in range(size)))
+    assert tail.objects()[0] == {"n": 105}
     assert tail.restarted
 
 

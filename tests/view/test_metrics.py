@@ -187,6 +187,8 @@ def test_without_names_what_has_ended_before_is_left_out(tmp_path):
     found = [*living, *items_of([str(tmp_path / "old")])]
     scrapes = Scrapes(lambda: found, all_items=False)
     assert {labels["run"] for _, labels, _ in rows(samples(scrapes.text()))} == {str(tmp_path)}
+    scrapes._find, scrapes._until = lambda: list(map(os.stat, ["gone"])), 0.0  # as a folder between two looks
+    assert {labels["run"] for _, labels, _ in rows(samples(scrapes.text()))} == {str(tmp_path)}
 
     def nothing():
         raise UserError("there is none")

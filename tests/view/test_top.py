@@ -31,10 +31,9 @@ from roxxel_dist.sweep.study.journal import Journal
 from roxxel_dist.train.log.timeline import read_timeline
 from roxxel_dist.view import items
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.items import Watched, read
+from roxxel_dist.view.items import Watched, items_of, read
 from roxxel_dist.view.read import Columns
 from roxxel_dist.view.run import RunReader
-from roxxel_dist.view.tail import Tail
 from roxxel_dist.view.web.sections import sections
 
 
@@ -97,20 +96,6 @@ def test_the_realised_blend_is_what_the_steps_read(corpus, tmp_path):
     plan = roxxel_dist.Curriculum(corpus, [blend], {"b": corpus}).plan(0)
     counts = sum(np.bincount(plan.rows(step).dataset, minlength=2) for step in range(5, 290))
     assert list(plan.rows_read(5, 290).values()) == counts.tolist()
-
-
-def test_a_file_is_followed_and_begun_anew_when_it_is_replaced(tmp_path):
-    path = tmp_path / "log"
-    tail = Tail(path)
-    assert tail.lines() == []
-    path.write_bytes(b"".join(b"%09d\n" % i for i in range(50)))
-    assert tail.lines()[-1] == b"000000049"
-    with path.open("ab") as file:
-        file.write(b"50\n51")
-    assert (tail.lines(), tail.restarted) == ([b"50"], False)
-    (tmp_path / "other").write_bytes(b"new\n")
-    (tmp_path / "other").rename(path)
-    assert (tail.lines(), tail.restarted) == ([b"new"], True)
 
 
 def top(*words):
@@ -255,6 +240,21 @@ def test_top_stays_at_a_run_that_has_ended_where_none_lives(place):
     assert names(watched) == ["runs/one"]
     shutil.rmtree("runs")
     assert names(watched) == ["runs/one"]
+
+
+@pytest.mark.parametrize("words", [("studies",), ()])
+def test_a_study_that_cannot_be_read_hides_no_other(place, words):
+    Path("studies").mkdir()
+    made_study(Path(), 2).rename("studies/one")
+    shutil.copytree("studies/one", "studies/damaged")
+    Path("studies/damaged/study.yaml").write_text("method: guess\n")
+    with Path("studies/one/journal.jsonl").open("a") as file:
+        file.write('{"event": "ask", "trial": 9, "params": {"lr": {"$float": "x"}}, "point": []}\n')
+    (item,) = items_of(words)
+    assert (item.name, len(read(item).study.history.trials)) == ("studies/one", 2)
+    shutil.rmtree("studies/one")
+    with pytest.raises(ValueError, match=r"studies/damaged/study\.yaml, line 1: method: 'guess'"):
+        items_of(words)
 
 
 @pytest.mark.parametrize("words", [(), ("runs",)])

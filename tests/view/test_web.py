@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import json
 import math
+import os
 import re
 import resource
 import shutil
@@ -257,6 +258,8 @@ def test_what_has_not_changed_is_not_sent(runs):
     shutil.rmtree(runs / "two")
     feed._looked = float("-inf")
     assert len(json.loads(one.next())["ids"]) == 1
+    feed._find, feed._looked = lambda: list(map(os.stat, ["gone"])), float("-inf")  # as a folder between two looks
+    assert one.next() == ""
 
 
 def test_the_server_ends_while_somebody_looks(runs):

@@ -7,7 +7,7 @@ import pytest
 
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cli import main
-from roxxel_dist.cli.arguments import parse_train, steps_to_skip
+from roxxel_dist.cli.arguments import parse_train, step_range
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import load_yaml
 
@@ -150,7 +150,7 @@ def test_a_fork_without_some_rows(parent, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--skip_steps", "3-4", "--fork", "a@1"], "--skip_steps is '3-4': write the first and the last step"),
+        (["--skip_steps", "3-4", "--fork", "a@1"], "--skip_steps is '3-4': write the first step and the last"),
         (["--skip_steps", "3:4", "--run_dir", "x"], "--skip_steps leaves rows out in a new run that begins at a check"),
         (["--run_dir", "x", "--resume", "--skip_steps", "3:4"], "add --fork RUN@STEP"),
     ],
@@ -162,6 +162,6 @@ def test_words_that_do_not_go_together(words, message, tmp_path, monkeypatch, ca
     assert list(tmp_path.iterdir()) == []
 
 
-def test_steps_to_skip():
-    assert steps_to_skip("120:128") == (120, 128)
-    assert steps_to_skip(None) is None
+def test_the_steps_that_a_flag_gives():
+    assert step_range("--skip_steps", "120:128") == (120, 128)
+    assert step_range("--skip_steps", None) is None

@@ -33,16 +33,14 @@ from roxxel_dist.sweep.wandb_server import agent_trial
 
 LEASE = "study.lease"
 FILES = (BASE, EXTRAS, DEFINITION)
-"""In the order in which they are written: where the last one is, all are."""
+"""Files in the order in which they are written: where the last one is, all are."""
 
 
 class StudyBucket:
     """A study in an object store.
 
-    Attributes:
-        url: where it is.
-        path: the folder of the copy, which has the files of a local study.
-        is_there: whether it was begun, when `fetch` looked.
+    Attributes: `url`, where it is; `path`, the folder of the copy, which has the files of a local study; `is_there`,
+    whether it was begun when `fetch` looked.
     """
 
     def __init__(self, store: ObjectStore, path: Path) -> None:
@@ -102,10 +100,8 @@ class StudyBucket:
         self._store.delete([name])
 
     def hold(self, log: Callable[[str], None]) -> None:
-        """Be the only driver from now on, until `release`; makes the copy again.
-
-        Raises LeaseHeldError if there is another one.
-        """
+        """Be the only driver from now on, until `release`; makes the copy again. Raises LeaseHeldError if there is
+        another."""
         self._lease = Lease.take(self._store, LEASE, "sweep", wait_s=WAIT_S, log=log)
         self.fetch()
 
@@ -238,10 +234,8 @@ def on_this_host(task: TrialTask) -> TrialTask:
 
 
 def run_in_bucket(fields: Mapping[str, Any]) -> Iterator[Event]:
-    """Run a trial, as `run` or `agent_trial` does; the log and the config go to the study when the attempt has ended.
-
-    A trial that fails names the log's address there.
-    """
+    """Run a trial, as `run` or `agent_trial` does; the log, whose address a failure names, and the config go to the
+    study when the attempt has ended."""
     task = TrialTask(**fields)
     assert task.bucket is not None
     here = on_this_host(task)
@@ -261,7 +255,7 @@ def run_in_bucket(fields: Mapping[str, Any]) -> Iterator[Event]:
 
 
 def _key(path: str | Path) -> tuple[str, ...]:
-    """Of the object, by the parts of a path whose first one is the study's folder."""
+    """The key of an object, by the parts of a path whose first one is the study's folder."""
     return Path(path).parts[1:]
 
 

@@ -1,4 +1,4 @@
-"""What cannot be searched, refused before the first trial, with its line in the file.
+"""Checks that refuse what cannot be searched, before the first trial, with its line in the file.
 
 A search passes over a configuration that cannot run, so it would leave out a value that never can without a word.
 """
@@ -26,6 +26,7 @@ from roxxel_dist.sweep.space.sweep_file import (
     Sweep,
     check_per_token,
     hint_for,
+    phrase_change,
 )
 from roxxel_dist.utils.voice import argument
 
@@ -34,19 +35,46 @@ LOGGED = (
     "tokens", "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu", "hfu",
     "expert_load_min", "expert_load_mean", "expert_load_max", "expert_dropped",
 )  # fmt: skip
-"""What a training logs; besides, with `/`, losses by data set."""
+"""Metrics that a training logs; besides, with `/`, losses by data set."""
 CONFIGURATIONS = 500
-"""So many configurations of a search are looked at for one in which a parameter does something."""
+"""Configurations of a search that are looked at for one in which a parameter does something."""
+
+
+def check_sweep(run: SweepRun) -> None:
+    """Check a sweep before its first trial. Raises ValueError for the first thing that cannot be searched."""
+    sides, sweep = run.sides, run.sweep
+    for side in sides:
+        check_metric(side)
+    check_comparable(run)
+    check_pauses(run)
+    if run.program is not None or run.server is not None:
+        return
+    for side in sides:
+        check_of_trainings(sweep, side.config, side.config.primary_path(run.data_path))
+    check_command(sweep)
+    check_integers(sweep)
+    if not run.study.is_there:
+        check_values(run)
+    check_effect(run)
+
+
+def search_notes(run: SweepRun, configs: Sequence[Any] = ()) -> list[str]:
+    """Lines for a person, before a start and in a dry run; `configs` are the Configs of some trials."""
+    sweep = run.sweep
+    lines = [f"{each.name}: {each.distribution.note}" for each in sweep.space.parameters if each.distribution.note]
+    lines += metric_notes(run)
+    if sweep.program is not None and sweep.command and "${program}" not in sweep.command:
+        lines.append(f"program: {sweep.program} is not used, because no word of `command` is ${{program}}")
+    return [*lines, *rung_notes(run, configs)]
 
 
 def check_metric(run: SweepRun) -> None:
     """Raises UserError for a metric that no training logs. A loss or a model of the user's own may log anything."""
-    base, metric, is_ours = flat_fields(run.base), run.sweep.metric, run.program is None
-    own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
-    if run.sweep.weights and (not is_ours or run.server is not None):
+    metric, is_ours = run.sweep.metric, run.program is None and run.server is None
+    if run.sweep.weights and not is_ours:
         raise UserError("metric.weights: only a search here over trainings of a config has them: log the mean yourself")
     is_known = metric in LOGGED or "/" in metric or run.sweep.weights
-    if is_ours and run.server is None and not own and not is_known:
+    if is_ours and not _has_own_loss(run) and not is_known:
         if metric in MEANS:
             raise _of_metric(
                 run.sweep,
@@ -61,13 +89,16 @@ def check_comparable(run: SweepRun) -> None:
     sweep = run.sweep
     if run.program is not None or run.study.is_there or run.server:
         return
-    if names := _other_text(run):
+    kind = sweep.metric.partition("/")[0]
+    if kind in ("val_loss", "val_bpb", *MEANS) and (
+        names := sorted(run.varied_fields & {"validation", "val_fraction"})
+    ):
         raise _of_metric(
             sweep,
-            f"{sweep.metric} is measured on other text in each trial, because {_change(names)} it: give the same "
+            f"{sweep.metric} is measured on other text in each trial, because {phrase_change(names)} it: give the same "
             f"`validation` in all trials, in the config",
         )
-    if (names := changing_tokens(run)) and not _own(run):
+    if (names := changing_tokens(run)) and not _has_own_loss(run):
         check_per_token(sweep, names)
 
 
@@ -86,21 +117,9 @@ def changing_tokens(run: SweepRun) -> list[str]:
     return sorted(names)
 
 
-def _other_text(run: SweepRun) -> list[str]:
-    """The parameters that change the text on which the metric is measured."""
-    kind = run.sweep.metric.partition("/")[0]
-    if kind not in ("val_loss", "val_bpb", *MEANS):
-        return []
-    return sorted(run.varied_fields & {"validation", "val_fraction"})
-
-
-def _own(run: SweepRun) -> bool:
+def _has_own_loss(run: SweepRun) -> bool:
     """Whether the loss, or the model, is the user's own: then a training may have no bits per byte."""
     return run.config.loss is not None or bool({"loss", "model"} & run.swept) or run.config.model is not None
-
-
-def _change(names: list[str]) -> str:
-    return f"{' and '.join(names)} {'change' if len(names) > 1 else 'changes'}"
 
 
 def _of_metric(sweep: Sweep, why: str) -> ValueError:
@@ -110,12 +129,12 @@ def _of_metric(sweep: Sweep, why: str) -> ValueError:
 
 
 def metric_notes(run: SweepRun) -> list[str]:
-    """What a person should know of the metric, where it is not refused."""
+    """Lines for a person about the metric, where it is not refused."""
     sweep, lines = run.sweep, list[str]()
     if run.program is None and (names := changing_tokens(run)):
         lines.append(
-            f"{sweep.metric} is per token, and {_change(names)} what a token is: trials with other tokens cannot be "
-            f"compared by it: val_bpb, bits per byte, compares them"
+            f"{sweep.metric} is per token, and {phrase_change(names)} what a token is: trials with other tokens cannot "
+            f"be compared by it: val_bpb, bits per byte, compares them"
         )
     falls = sweep.metric.partition("/")[0] in (*PER_TOKEN, *MEANS, "val_bpb", "train_bal", "val_bal")
     if run.program is None and falls and sweep.goal == "maximize":
@@ -139,19 +158,11 @@ def rung_notes(run: SweepRun, configs: Sequence[Config]) -> list[str]:
 
 
 def _validations(config: Config) -> int | None:
-    """How often a training evaluates, at most; None where its length depends on its data."""
+    """The number of validations of a training, at most; None where its length depends on its data."""
     lengths = [phase["steps"] for phase in config.phases or () if phase.get("steps") is not None]
     whole = sum(lengths) if lengths and len(lengths) == len(config.phases or ()) else None
     steps = min((length for length in (whole, config.max_steps) if length is not None), default=None)
     return None if steps is None or config.eval_every < 1 else -(-steps // config.eval_every)
-
-
-def program_notes(run: SweepRun) -> list[str]:
-    """A line where `program` is given, and no word of `command` stands for it."""
-    sweep = run.sweep
-    if sweep.program is None or not sweep.command or "${program}" in sweep.command:
-        return []
-    return [f"program: {sweep.program} is not used, because no word of `command` is ${{program}}"]
 
 
 def check_command(sweep: Sweep) -> None:
@@ -230,7 +241,7 @@ MOST_VALUES = 500
 TRIED = 100
 """Configurations that are tried with a value which does not go with the config alone."""
 INSIDE = (0.02, 0.5, 0.98)
-"""Where in a range values are looked at: its ends need not be drawn."""
+"""Places in a range at which values are looked at: its ends need not be drawn."""
 
 
 def check_values(run: SweepRun) -> None:
@@ -263,7 +274,7 @@ def _values(kind: Distribution) -> Iterator[tuple[list[str | int], Any]]:
 
 
 def _wrong_type(name: str, value: Any, kind: Distribution) -> str | None:
-    """Why a field does not take a value of this type; None where it does."""
+    """The reason why a field does not take a value of this type; None where it does."""
     try:
         Config.from_dict({name: value})
     except UserError as error:
@@ -276,7 +287,7 @@ def _wrong_type(name: str, value: Any, kind: Distribution) -> str | None:
 
 
 def _refused(run: SweepRun, parameter: Parameter, value: Any) -> str | None:
-    """Why no trial can run with a value; None where some can, or other parameters are concerned."""
+    """The reason why no trial can run with a value; None where some can, or other parameters are concerned."""
     name = field_of(parameter)
     try:
         Config.from_dict({name: value}).validate()
@@ -313,21 +324,17 @@ def _with_value(run: SweepRun, parameter: Parameter, value: Any) -> Iterator[Map
             yield resolved
 
 
-def check_of_trainings(sweep: Sweep, fields: Mapping[str, Any], config: Config, path: str | Path | None) -> None:
+def check_of_trainings(sweep: Sweep, config: Config, path: str | Path | None) -> None:
     """Raises UserError where the trainings have no such validation set, or no text whose bytes could be counted.
 
-    Args:
-        sweep: its metric.
-        fields: of a Config, those that are given, flat.
-        config: of the trials, without their parameters.
-        path: of the primary data set.
+    `config` is that of the trials, without their parameters; `path` that of the primary data set.
     """
     swept = {parameter.path[-1] for parameter in sweep.space.parameters}
     for logged in sweep.logged or (sweep.metric,):
         kind, _, name = logged.partition("/")
         if not kind.startswith("val_"):
             continue
-        sets = fields.get("validation") or {}
+        sets = config.validation or {}
         if name and name not in sets and "validation" not in swept:
             there = f"`validation` names {', '.join(sets)}" if sets else "there is no `validation`"
             raise UserError(
@@ -335,13 +342,11 @@ def check_of_trainings(sweep: Sweep, fields: Mapping[str, Any], config: Config, 
                 f"as in validation: {{{name}: PATH}}"
             )
         if kind == "val_bpb":
-            _check_text(logged, fields, config, path, swept)
+            _check_text(logged, config, path, swept)
 
 
-def _check_text(
-    logged: str, fields: Mapping[str, Any], config: Config, path: str | Path | None, swept: set[str]
-) -> None:
-    if fields.get("loss") is not None or "loss" in swept:
+def _check_text(logged: str, config: Config, path: str | Path | None, swept: set[str]) -> None:
+    if config.loss is not None or "loss" in swept:
         raise UserError(f"metric: {logged} is counted with the built-in loss alone: leave out loss, or use val_loss")
     if path is None or not is_tokens(path):
         return  # text gets a tokenizer
@@ -351,7 +356,7 @@ def _check_text(
                 f"metric: {logged} needs the bytes of the text, and {path} has no tokenizer: put its tokenizer.json "
                 f"beside the shards, or use val_loss"
             )
-        name, sets = logged.partition("/")[2], fields.get("validation") or {}
+        name, sets = logged.partition("/")[2], config.validation or {}
         places = {set_name: place for set_name, place in sets.items() if name in ("", set_name)} if sets else {"": path}
         for place in places.values() if "validation" not in swept else ():
             if not is_tokens(place):

@@ -1,15 +1,13 @@
-"""The controller of a sweep: asks the sampler, runs trials as Ray tasks, keeps the journal; and what it holds for that.
+"""The controller of a sweep: asks the sampler, runs trials as Ray tasks, keeps the journal.
 
 Every event is on the disk before it is acted on, so a controller that is killed at any moment can be started again: it
-does not ask for a trial twice, does not repeat ended trials, and first runs unfinished ones again, from their
-checkpoints. Only messages of a trial that the controller had not yet written down are lost. Therefore the body of a
-trial that had finished must detect that when it runs again, and report its result at once. The work per report does not
-grow with the number of trials.
+asks for no trial twice, repeats no ended trial, and first runs unfinished ones again, from their checkpoints. A trial
+that had finished before that was written down reports its result again at once. The work per report does not grow with
+the number of trials.
 """
 
 import os
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +25,7 @@ from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.local_ray import local_ray
 from roxxel_dist.sweep.ray_executor import LOST_S, Attempt, Item, RayExecutor, check_room
 from roxxel_dist.sweep.samplers import Engine
+from roxxel_dist.sweep.space.distributions import is_finite
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep
 from roxxel_dist.sweep.study.journal import History, Journal
 from roxxel_dist.utils.display import counted
@@ -34,7 +33,7 @@ from roxxel_dist.utils.display import counted
 POLL_S = 0.5
 """Seconds until a signal is acted on."""
 WAITS_S = 30.0
-"""How long a trial waits for room before the user sees a message."""
+"""Seconds that a trial waits for room before the user sees a message."""
 
 HOURS_SPENT = "the hours of the search are over (--max_hours)"
 LOST = (
@@ -50,16 +49,16 @@ FOLDER_LOST = (
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a sweep ended."""
+    """The end of a sweep: exit code and reason."""
 
     code: int
-    """Of the process: 0, 1 (it cannot go on as it is), 42 (asked to end: start it again to go on), 69 (Ray is lost)."""
+    """The exit code: 0, 1 (it cannot go on as it is), 42 (asked to end: start it again to go on), 69 (Ray is lost)."""
     reason: str
 
 
 @dataclass(kw_only=True)
 class Controller:
-    """What `run_sweep` does, once the journal is held and Ray is there."""
+    """A sweep that runs: the journal is held, and Ray is there."""
 
     sweep: Sweep
     decisions: Decisions
@@ -91,7 +90,9 @@ class Controller:
             if self.executor.is_lost:
                 return Ending(code=EXIT_PREFLIGHT, reason=LOST)
             self._look_at_clock()
-            self._look_at_ray()
+            if self.ray_folder is not None and self._last is None and not self.ray_folder.exists():
+                # Ray would never start them.
+                self._begin_no_more(Ending(code=EXIT_PREFLIGHT, reason=FOLDER_LOST.format(self.ray_folder)))
             self._submit()
             if not self.executor.running:
                 return self._ended()
@@ -110,14 +111,9 @@ class Controller:
 
     def _restore(self) -> None:
         """Decide what was not decided any more, and find what is to be run again."""
-        self._write(
-            "study",
-            metric=self.sweep.metric,
-            goal=self.sweep.goal,
-            method=self.options.method or self.sweep.method,
-            seed=self.options.sweep_seed,
-            driver={"pid": os.getpid(), "host": socket.gethostname()},
-        )
+        sweep, options, driver = self.sweep, self.options, {"pid": os.getpid(), "host": socket.gethostname()}
+        told: dict[str, Any] = {"metric": sweep.metric, "goal": sweep.goal, "method": options.method or sweep.method}
+        self._write("study", **told, seed=options.sweep_seed, driver=driver)
         self._decided(self.decisions.decide_pending())
         for trial in sorted(self._history.running.values(), key=lambda trial: trial.number):
             if trial.stop is not None:  # the controller before this one was killed before it wrote the result
@@ -127,7 +123,8 @@ class Controller:
 
     def _submit(self) -> None:
         """Keep as many trials running as there are workers."""
-        while self._may_begin and len(self.executor.running) < self.options.workers:
+        may_begin = self._ending is None and self._last is None and not self._hours_spent
+        while may_begin and len(self.executor.running) < self.options.workers:
             if self._queue:
                 trial, attempt, losses = self._queue.popleft()
             elif (event := self.decisions.next()) is not None:
@@ -138,15 +135,6 @@ class Controller:
                 return
             task = self.task_of(trial, self._history.trials[trial].params, attempt)
             self.executor.submit(trial, attempt, losses, task)
-
-    @property
-    def _may_begin(self) -> bool:
-        return self._ending is None and self._last is None and not self._hours_spent
-
-    def _look_at_ray(self) -> None:
-        """Begin no more trials where the folder of the sweep's own Ray is gone: Ray would never start them."""
-        if self.ray_folder is not None and self._last is None and not self.ray_folder.exists():
-            self._begin_no_more(Ending(code=EXIT_PREFLIGHT, reason=FOLDER_LOST.format(self.ray_folder)))
 
     def _begin_no_more(self, ending: Ending) -> None:
         """Let trials that run go on to their ends; those that wait for Ray are left to the next start."""
@@ -180,7 +168,7 @@ class Controller:
             self._write("start", trial, attempt=attempt.attempt, node=event.get("node"), pid=event["pid"])
         elif name == "report":
             self._report(attempt, event["step"], event["value"], event.get("losses"))
-        elif name == "result" and not _is_finite(event["value"]):
+        elif name == "result" and not is_finite(event["value"]):
             self._not_finite(attempt, event["value"], "")
         elif name == "result":
             params = event.get("params") or self._history.trials[trial].params
@@ -210,7 +198,7 @@ class Controller:
 
     def _report(self, attempt: Attempt, step: int, value: Any, losses: Mapping[str, float] | None) -> None:
         trial = self._history.trials[attempt.trial]
-        if not _is_finite(value):
+        if not is_finite(value):
             self._not_finite(attempt, value, f" at step {step}")
         elif trial.reported(step) != value:  # a trial that is run again reports its earlier ones again
             of_sets = {"losses": losses} if losses else {}
@@ -246,20 +234,12 @@ class Controller:
         self, trial: int, params: Params, value: float, attempt: Attempt | None, stopped: str | None, more: Any
     ) -> None:
         seconds = None if attempt is None else round(time.monotonic() - attempt.since, 3)
-        self._write(
-            "result",
-            trial,
-            params=params,
-            metric=self.sweep.metric,
-            value=value,
-            seconds=seconds,
-            stopped=stopped,
-            more=more,
-        )
+        values: dict[str, Any] = {"params": params, "metric": self.sweep.metric, "value": value, "seconds": seconds}
+        self._write("result", trial, **values, stopped=stopped, more=more)
         self._decided(self.decisions.decide_end(trial))
 
     def _write_stopped(self, trial: int, attempt: Attempt | None) -> None:
-        """A trial that was stopped early has ended: its best report is its value."""
+        """Write the end of a trial that was stopped early: its best report is its value."""
         value, stop = self._history.best_report(trial), self._history.trials[trial].stop
         assert value is not None, f"trial {trial} was stopped before its first report"
         assert stop is not None
@@ -284,7 +264,7 @@ class Controller:
         self.executor.await_exit(attempt)
 
     def _gone(self, attempt: Attempt) -> None:
-        """Its task has ended."""
+        """Note that the task of an attempt has ended."""
         self.executor.running.remove(attempt)
         if attempt.cancel_reason == "stop":
             self._write_stopped(attempt.trial, attempt)
@@ -300,9 +280,8 @@ class Controller:
             return any(again)
         count = len(self.executor.running)
         self.log(f"asked to end: {counted(count, 'running trial')} will save and end; Ctrl-C again kills them")
-        self._drain(
-            Ending(code=EXIT_DRAINED, reason=f"asked to end; {counted(count, 'trial')} to continue at the next start")
-        )
+        reason = f"asked to end; {counted(count, 'trial')} to continue at the next start"
+        self._drain(Ending(code=EXIT_DRAINED, reason=reason))
         return False
 
     def _drain(self, ending: Ending) -> None:
@@ -324,10 +303,9 @@ class Controller:
         failures = self._history.failures_in_row
         if failures >= self.options.max_failures and self._ending is None:
             failed = (trial for trial in self._history.trials.values() if trial.reason)
-            reason = max(failed, key=lambda trial: trial.ended or 0).reason
-            self._drain(
-                Ending(code=1, reason=f"{failures} trials in a row failed (--max_failures); the last: {reason}")
-            )
+            last = max(failed, key=lambda trial: trial.ended or 0).reason
+            reason = f"{failures} trials in a row failed (--max_failures); the last: {last}"
+            self._drain(Ending(code=1, reason=reason))
 
     def _ended(self) -> Ending:
         if (compared := self.decisions.comparison) is not None and compared.ending is not None:
@@ -345,10 +323,6 @@ class Controller:
         return Ending(code=0, reason=f"{self.decisions.exhausted or reason}{tail}")
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
 def run_sweep(
     study: Path | StudyBucket,
     sweep: Sweep,
@@ -363,28 +337,19 @@ def run_sweep(
 ) -> Ending:
     """Run a sweep, or go on with it.
 
-    Args:
-        study: its folder, or its bucket, which this process holds.
-        sweep: what is searched.
-        make_engine: makes an engine of the sweep that knows of no trial.
-        run: the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
-            {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but
-            the value may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again),
-            {"exhausted": {"reason"}} (there are no more trials), {"unserved": {"reason"}} (it was given no parameters,
-            and later ones would be given none) and {"fatal": {"reason"}} (none can run as things are); {"note":
-            {"text"}} is a line for people.
-            It ends soon after a KeyboardInterrupt, or when it is closed.
-        task_of: what `run` is called with, for a trial, its parameters, and its attempt (0, 1, …).
-        options: how.
-        resources: what Ray keeps for each trial: CPU, GPU, memory in bytes, custom ones.
-        on_change: called after every line of the journal, with the number of the trial that it is about.
-        log: shows a line to a person.
+    `make_engine` makes an engine that knows of no trial; `on_change` is called after every line of the journal, with
+    the number of the trial that it is about; `resources` are what Ray keeps for each trial: CPU, GPU, memory in bytes,
+    custom ones. `task_of` gives what `run` is called with, for a trial, its parameters, and its attempt (0, 1, …).
+    `run` is the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
+    {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but the value
+    may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again), {"exhausted": {"reason"}}
+    (there are no more trials), {"unserved": {"reason"}} (it was given no parameters, and later ones would be given
+    none) and {"fatal": {"reason"}} (none can run as things are); {"note": {"text"}} is a line for people. It ends soon
+    after a KeyboardInterrupt, or when it is closed.
 
-    Raises:
-        ValueError: the study is held or of another metric, or no node can run a trial.
-        ClusterError: the Ray cluster does not answer.
-        OSError: the journal cannot be written; of one in a bucket, StoreError.
-        LeaseLostError: another driver has taken a study in a bucket.
+    Raises ValueError where the study is held or of another metric, or no node can run a trial; ClusterError where the
+    Ray cluster does not answer; OSError where the journal cannot be written (in a bucket StoreError); LeaseLostError
+    where another driver has taken a study in a bucket.
     """
     place = study if isinstance(study, Path) else study.url
     with Journal(study, log) if isinstance(study, Path) else study.journal(log) as journal:
@@ -420,8 +385,8 @@ def _ray(
 ) -> Iterator[tuple[Any, Path | None]]:
     """Ray, of the sweep's own with its folder, or the cluster's."""
     if options.ray_address is None:
-        with local_ray(options.workers, resources["CPU"], log) as (ray, folder):
-            yield ray, folder
+        with local_ray(options.workers, resources["CPU"], log) as own:
+            yield own
         return
     with ExitStack() as held:
         try:

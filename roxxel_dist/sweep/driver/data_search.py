@@ -17,7 +17,7 @@ from roxxel_dist.sweep.study.journal import Trial
 SAME_SHARE = 2e-6
 """Shares that differ by less are the same: they have six decimals."""
 SAME_MOVED = 2e-3
-"""Likewise of shares that a budget of passes moved: where the solver ends differs with the version of scipy."""
+"""The same of shares that a budget of passes moved: where the solver ends differs with the version of scipy."""
 DECIDED = ("phases", "passes", "datasets", "validation", "val_fraction")
 """Fields that must be the same in all trials of a search over the data."""
 
@@ -25,22 +25,18 @@ DECIDED = ("phases", "passes", "datasets", "validation", "val_fraction")
 def with_data(sweep: Sweep, config: Any, data_path: str | Path | None, fields: set[str]) -> Sweep:
     """The sweep over the mixtures that its data allows; as it is without `mixtures` and `phase_ends`.
 
-    Args:
-        sweep: as its files say.
-        config: the `Config` that trials begin from.
-        data_path: of the primary data set, if it is not in `datasets`.
-        fields: those of the config that are parameters.
-
-    Raises:
-        ValueError: config, data or parameters cannot be searched so, or the passes leave no mixture.
+    `config` is the `Config` that trials begin from, `data_path` that of the primary data set if it is not in
+    `datasets`, and `fields` those of the config that are parameters. Raises ValueError where these cannot be searched
+    so, or the passes leave no mixture.
     """
     extras = sweep.data
     if not extras:
         return sweep
     for name in DECIDED:
         if name in fields:
-            key = "mixtures" if extras.mixtures else "phase_ends"
-            raise UserError(f"parameters.{name}: {key} needs the same {name} in all trials: give it in the config")
+            raise UserError(
+                f"parameters.{name}: {extras.key} needs the same {name} in all trials: give it in the config"
+            )
     phases = _phases(extras, config)
     _check_ends(extras, phases)
     if not extras.mixtures:
@@ -57,7 +53,7 @@ def refuse_led(sweep: Sweep, *, program: bool, server: bool) -> None:
     """Raises UserError where another program trains, or W&B's server chooses: neither knows phases or a simplex."""
     if not sweep.data or not (program or server):
         return
-    key = "mixtures" if sweep.data.mixtures else "phase_ends"
+    key = sweep.data.key
     if program:
         raise UserError(f"{key}: the sweep runs a program of your own, which has no phases: leave {key} out")
     raise UserError(

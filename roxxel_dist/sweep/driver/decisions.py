@@ -19,18 +19,11 @@ STEPS_SPENT = "the budget of steps is spent (--max_steps_total)"
 
 
 class Decisions:
-    """Decides for one search.
+    """The decisions of one search. The caller keeps the history up to date, and applies each event before the next one.
 
-    Args:
-        sweep: what is searched.
-        history: the events so far; the caller keeps it up to date, and applies each event before the next decision.
-        make_engine: a new engine of the sweep.
-        count: trials in all; None: no end.
-        max_steps: steps of all trials together; None: no end.
-
-    Attributes:
-        exhausted: why no more trials are asked for; None while they are.
-        comparison: of a study that compares two configurations, what it says of them.
+    Args: `count`, trials in all, and `max_steps`, steps of all of them together; None: no end. Attributes: `exhausted`,
+    why no more trials are asked for, None while they are; `comparison`, of a study that compares two configurations,
+    what it says of them.
     """
 
     def __init__(
@@ -72,14 +65,14 @@ class Decisions:
         return engine
 
     def decide_end(self, number: int) -> list[Event]:
-        """A trial has ended; returns the others that pause, where a comparison has its verdict."""
+        """The other trials that pause now that a trial has ended, where a comparison has its verdict."""
         if not self._pauses:
             trial = self._history.trials[number]
             self._engine.tell(number, trial.value, trial.curve(self._metric))
         return self._over()
 
     def _over(self) -> list[Event]:
-        """All running trials pause, where a comparison is over."""
+        """The pauses of all running trials, where a comparison is over."""
         if self._versus is None:
             return []
         self.comparison = outcome(self._history, self._versus)
@@ -113,7 +106,7 @@ class Decisions:
         ]
 
     def pause_all(self, rule: str, reason: str) -> list[Event]:
-        """All running trials pause."""
+        """The pauses of all running trials."""
         running = [trial.number for trial in self._history.running.values() if trial.stop is None]
         return [self._event("pause", number, rule, reason) for number in running]
 
@@ -123,7 +116,7 @@ class Decisions:
         return {"event": kind, "trial": number, "step": trial.step, "value": value, "rule": rule, "reason": reason}
 
     def next(self) -> Event | None:
-        """Which trial gets a free worker: the event of a new trial, or of one that continues; None: no trial."""
+        """The event of the trial that gets a free worker: a new one, or one that continues; None: no trial."""
         if self.is_spent or (self.comparison is not None and self.comparison.ending is not None):
             return None
         can_ask = self.exhausted is None and len(self._history.trials) < self._limit

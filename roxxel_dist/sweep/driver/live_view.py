@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: a live table on a terminal, else a line whenever something happens to a trial."""
+"""The view of a sweep for a person: a live table on a terminal, else a line whenever something happens to a trial."""
 
 import sys
 import time
@@ -19,14 +19,9 @@ LONGEST = 100
 
 
 class LiveView:
-    """Shows a history that the driver keeps up to date, while the context is open.
+    """A view of a history that the driver keeps up to date, while the context is open.
 
-    Args:
-        count: trials in all; None where there is no end.
-        workers: trials that run at once.
-        names: the parameters that are searched, which are shown.
-        versus: of a comparison, what it compares.
-        now: seconds since 1970.
+    `count` is trials in all (None: no end), `names` the searched parameters, which are shown, `now` seconds since 1970.
     """
 
     def __init__(
@@ -59,7 +54,7 @@ class LiveView:
             self._live.stop()
 
     def log(self, text: str) -> None:
-        """A line, above the table where there is one."""
+        """Show a line, above the table where there is one."""
         line = f"roxxel-dist: {printable(text)}"
         if self._live is not None:
             self._live.console.print(line, markup=False, soft_wrap=True)
@@ -67,7 +62,7 @@ class LiveView:
             print(line, file=sys.stderr, flush=True)
 
     def show(self, history: History, number: int | None = None) -> None:
-        """Something has changed: of the trial of this number, or of any."""
+        """Show what has changed: of the trial of this number, or of any."""
         first, self._history = self._history is None, history
         if first and self._versus is not None:  # what was said before is not said again
             before = outcome(history, self._versus)
@@ -135,7 +130,7 @@ class LiveView:
         return Group(*lines)
 
     def counts(self, history: History) -> str:
-        """How many trials run, are done, failed, were stopped; and the time left."""
+        """A line: how many trials run, are done, failed, were stopped; and the time left."""
         ended, left = len(history.trials) - len(history.running) - len(history.paused), self._left(history)
         paused = f", {len(history.paused)} paused" if history.paused else ""
         total = f" of {self._count}" if self._count else ""

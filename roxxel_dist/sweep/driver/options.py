@@ -7,6 +7,7 @@ from pathlib import Path
 
 from roxxel_dist.launcher.backends.ray.cluster import check_address
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.sweep.trial.process import Ranks
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 LEAST_AMOUNT = 1e-4
@@ -23,13 +24,9 @@ LONGEST_S = 10 * 365 * 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialResources:
-    """What a trial takes of the machines."""
+class TrialResources(Ranks):
+    """The resources that a trial takes of the machines."""
 
-    cpus: float
-    """Of each host."""
-    gpus: int | None
-    """Of each host, dealt to its processes; None: what is there, or what Ray gives the task."""
     task: Mapping[str, float]
     """What Ray keeps for the trial's task, as Ray counts it: CPU, GPU, memory in bytes, custom resources."""
 
@@ -78,11 +75,8 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(TrialOptions, SearchOptions):
-    """Settings of a sweep: each field is a flag of `roxxel-dist sweep`.
-
-    Raises:
-        ValueError: a value breaks its rule.
-    """
+    """Settings of a sweep: each field is a flag of `roxxel-dist sweep`. Raises ValueError for a value that breaks its
+    rule."""
 
     max_trial_time: str | None = None
     """Time limit of a trial: seconds, or for example 90m, 2h, 1d. Then the trial ends, and its best value counts."""
@@ -178,14 +172,10 @@ class SweepOptions(TrialOptions, SearchOptions):
             )
 
     def trial_resources(self, rules: Mapping[str, float]) -> TrialResources:
-        """What each trial takes.
+        """The resources of each trial.
 
-        Args:
-            rules: `resources` of the sweep's second file: CPU on each host, GPU over all of them, and custom ones. The
-                flags win over them.
-
-        Raises:
-            ValueError: so much cannot be dealt to hosts and processes.
+        `rules` are `resources` of the sweep's second file: CPU on each host, GPU over all of them, and custom ones. The
+        flags win over them. Raises ValueError for what cannot be dealt to hosts and processes.
         """
         # A CPU a process; on this machine not more than there are: they are shared, as with `launch local`.
         each = self.procs_per_host if self.ray_address else min(self.procs_per_host, os.cpu_count() or 1)
@@ -199,12 +189,21 @@ class SweepOptions(TrialOptions, SearchOptions):
                     "(--hosts_per_trial x --procs_per_host): use a multiple"
                 )
             gpus = int(amount) // self.hosts_per_trial  # else one process has what Ray gives it, a part of a GPU too
-        if self.hosts_per_trial == 1:
-            return TrialResources(cpus=cpus, gpus=gpus, task={**rules, "CPU": cpus} | ({"GPU": gpus} if gpus else {}))
-        if custom := sorted(rules.keys() - {"CPU", "GPU"}):
-            raise UserError(
-                f"resources: {', '.join(custom)}: a trial of --hosts_per_trial {self.hosts_per_trial} can ask for CPU "
-                "and GPU alone: leave the others out"
-            )
-        # The launcher takes its own on each of the hosts; the task that waits for it takes nothing.
-        return TrialResources(cpus=cpus or each, gpus=gpus, task=dict.fromkeys({"CPU", *rules}, 0.0))
+        task = {**rules, "CPU": cpus} | ({"GPU": gpus} if gpus else {})
+        if self.hosts_per_trial > 1:
+            if custom := sorted(rules.keys() - {"CPU", "GPU"}):
+                raise UserError(
+                    f"resources: {', '.join(custom)}: a trial of --hosts_per_trial {self.hosts_per_trial} can ask for "
+                    "CPU and GPU alone: leave the others out"
+                )
+            # The launcher takes its own on each of the hosts; the task that waits for it takes nothing.
+            cpus, task = cpus or each, dict.fromkeys({"CPU", *rules}, 0.0)
+        return TrialResources(
+            hosts=self.hosts_per_trial,
+            procs_per_host=self.procs_per_host,
+            gpus_per_host=gpus,
+            cpus_per_host=cpus,
+            ray_address=self.ray_address,
+            insecure=self.insecure,
+            task=task,
+        )

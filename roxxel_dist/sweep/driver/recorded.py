@@ -19,7 +19,7 @@ from roxxel_dist.sweep.study.journal import History
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """What a search has spent and reached, after each report of any trial."""
+    """Steps spent and values reached by a search, after each report of any trial."""
 
     steps: NDArray[np.int64]
     """Steps spent by all trials together, int64[n]."""
@@ -66,15 +66,8 @@ def replay(
 class RecordedSearch:
     """A search in which workers take turns; what happens is written into its history as a driver writes a journal.
 
-    Args:
-        sweep: what is searched, and by which rules.
-        table: as `replay` takes it.
-        seed: of everything random.
-
-    Attributes:
-        history: what happened so far.
-        each: steps that a report stands for.
-        best: the best value so far; NaN before the first one.
+    Attributes: `history`, what happened so far; `each`, steps that a report stands for; `best`, the best value so far,
+    NaN before the first one.
     """
 
     def __init__(self, sweep: Sweep, table: Callable[[Params], ArrayLike], seed: int) -> None:

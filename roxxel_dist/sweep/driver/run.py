@@ -1,7 +1,7 @@
 """A sweep from its command line: the study, the sampler, the controller, and the last words."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,22 +16,10 @@ from roxxel_dist.objects.lease import LeaseLostError
 from roxxel_dist.place.directory import is_study
 from roxxel_dist.process.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError, pip_install
 from roxxel_dist.run.curriculum import check_data
-from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, Config, flat_fields, load_yaml, unknown
+from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, Config, load_yaml, unknown
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.sweep.driver.bucket import StudyBucket, run_in_bucket
-from roxxel_dist.sweep.driver.checks import (
-    check_command,
-    check_comparable,
-    check_effect,
-    check_integers,
-    check_metric,
-    check_of_trainings,
-    check_pauses,
-    check_values,
-    metric_notes,
-    program_notes,
-    rung_notes,
-)
+from roxxel_dist.sweep.driver.checks import check_sweep, search_notes
 from roxxel_dist.sweep.driver.controller import Ending, run_sweep
 from roxxel_dist.sweep.driver.data_search import changed_data, refuse_led, with_data
 from roxxel_dist.sweep.driver.live_view import LiveView
@@ -54,12 +42,11 @@ from roxxel_dist.sweep.study.folder import (
     short,
 )
 from roxxel_dist.sweep.trial.program import command_of
-from roxxel_dist.sweep.trial.trial import Event
 from roxxel_dist.sweep.trial.trial import run as run_trial
 from roxxel_dist.sweep.wandb_server import ServerSampler, agent_trial, create_or_join
 
 SHOWN_SAMPLES = 2
-"""Of a dry run."""
+"""Samples of a dry run."""
 
 
 def open_sweep(
@@ -104,18 +91,7 @@ def open_sweep(
                 f"--transfer_to {options.transfer_to}: the sweep runs a program of your own, which has no Config"
             )
         run = replace(run, wide=wide_config(options.transfer_to, run.config, run.swept))
-    for side in run.sides:
-        check_metric(side)
-    check_comparable(run)
-    check_pauses(run)
-    if is_ours and run.server is None:
-        for side in run.sides:
-            check_of_trainings(run.sweep, flat_fields(side.base), side.config, path)
-        check_command(run.sweep)
-        check_integers(run.sweep)
-        if not run.study.is_there:
-            check_values(run)
-        check_effect(run)
+    check_sweep(run)
     if run.server is None:
         run.sampler()
         make_scheduler(run.sweep)
@@ -160,7 +136,7 @@ def search(run: SweepRun, write_page: WritePage) -> int:
                     run.bucket or run.study.path,
                     run.sweep,
                     run.sampler if run.server is None else ServerSampler,
-                    _body(run),
+                    run_in_bucket if run.bucket is not None else run_trial if run.server is None else agent_trial,
                     run.task_of,
                     replace(run.options, method=run.method),
                     run.resources.task,
@@ -185,26 +161,8 @@ def search(run: SweepRun, write_page: WritePage) -> int:
     return ending.code
 
 
-def _body(run: SweepRun) -> Callable[[Mapping[str, Any]], Iterator[Event]]:
-    """What runs a trial."""
-    if run.bucket is not None:
-        return run_in_bucket
-    return run_trial if run.server is None else agent_trial
-
-
-def search_notes(run: SweepRun, configs: Sequence[Any] = ()) -> list[str]:
-    """What a person should know of the search, before a start and in a dry run.
-
-    Args:
-        run: the sweep.
-        configs: the Configs of some of its trials.
-    """
-    values = [f"{each.name}: {each.distribution.note}" for each in run.sweep.space.parameters if each.distribution.note]
-    return [*values, *metric_notes(run), *program_notes(run), *rung_notes(run, configs)]
-
-
 def _notes(run: SweepRun) -> list[str]:
-    """What a person should know before it begins."""
+    """Lines for a person before it begins."""
     lines = [f"study {run.study.place}: {run.description}, {run.extent}"]
     if run.bucket is None:
         place = run.study.place
@@ -248,12 +206,10 @@ def _last_words(run: SweepRun, ending: Ending, write_page: WritePage) -> None:
 
 
 def preview(run: SweepRun) -> str:
-    """What a search would do, as text, with the first samples.
-
-    Raises UserError where none can run, or a sample would be refused with its data.
-    """
+    """A search as text, with its first samples. Raises UserError where none can run, or a sample would be refused with
+    its data."""
     samples: list[Mapping[str, Any]] = []
-    sampler, options, gpus = run.sampler(), run.options, run.resources.gpus
+    sampler, options, gpus = run.sampler(), run.options, run.resources.gpus_per_host
     try:
         while len(samples) < min(SHOWN_SAMPLES, run.count or SHOWN_SAMPLES):
             samples.append(sampler.ask()[1])
@@ -298,15 +254,10 @@ NO_SHAPE = {"init_std", "dropout_rate", "alpha_balance", "z_loss", "lora_dropout
 
 
 def wide_config(path: str | Path, narrow: Config, searched: set[str]) -> Config:
-    """The config in a file, with parametrization mup at the width of `narrow`.
+    """The config in a file, whose `num_blocks` may differ, with parametrization mup at the width of `narrow`, from
+    which trials begin.
 
-    Args:
-        path: the config of the wider model; its `num_blocks` may be another one too.
-        narrow: what the trials begin from.
-        searched: the names of the parameters that the sweep searches.
-
-    Raises:
-        ValueError: the search's result cannot carry over to it.
+    `searched` are the parameters that the sweep searches. Raises ValueError where its result cannot carry over.
     """
     if shapes := sorted(searched & ({field.name for field in fields(ModelConfig)} - NO_SHAPE)):
         raise UserError(
@@ -331,15 +282,8 @@ def wide_config(path: str | Path, narrow: Config, searched: set[str]) -> Config:
 
 
 def write_transferred(study: Study, wide: Config, base: Config, best: Config, searched: set[str]) -> Path:
-    """Write the config of the wider model with the values of the best trial; returns the file.
-
-    Args:
-        study: where it is written.
-        wide: from `wide_config`.
-        base: what the trials began from.
-        best: the config of the best one.
-        searched: the names of the parameters that the sweep searches.
-    """
+    """Write `wide` (of `wide_config`) with what `best`, the best trial's config, has other than `base`, from which
+    trials began, or `searched`; returns the file, in the study's folder."""
     before, values = base.to_dict(), best.to_dict()
     carried = {name: value for name, value in values.items() if name in searched or value != before[name]}
     path = study.path / TRANSFERRED

@@ -1,16 +1,13 @@
 """A sweep that can be run: what is searched, from what, and how."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.place.directory import is_study
-from roxxel_dist.settings.config import (
-    SECTIONS,
-    Config,
-)
+from roxxel_dist.settings.config import SECTIONS, Config
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.samplers import Engine, make
@@ -18,13 +15,7 @@ from roxxel_dist.sweep.space.extras import SEED, SIDE, SIDES
 from roxxel_dist.sweep.space.sweep_file import Parameter, Params, Sweep
 from roxxel_dist.sweep.space.trial_phases import is_of_phases
 from roxxel_dist.sweep.space.values import as_text
-from roxxel_dist.sweep.study.folder import (
-    CORPUS,
-    IDENTITY,
-    LOGS,
-    TRIALS,
-    StudyDir,
-)
+from roxxel_dist.sweep.study.folder import CORPUS, IDENTITY, LOGS, TRIALS, StudyDir
 from roxxel_dist.sweep.study.journal import History, read_history
 from roxxel_dist.sweep.trial.corpus import shards_of
 from roxxel_dist.sweep.trial.process import TrialTask
@@ -36,7 +27,7 @@ ANNEAL = "anneal"
 NO_FIELDS = frozenset({ANNEAL, SIDE})
 """Parameters that are no fields of a Config."""
 KNOWN_CONFIGS = 1000
-"""So many Configs of trials are kept: one is asked for when it is proposed and when its task is made."""
+"""Configs of trials that are kept: one is asked for when it is proposed and when its task is made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +45,8 @@ class SweepRun:
     server: str | None
     """The sweep of a W&B server that leads: its id there, "" for one that is not made yet; None: the search is here."""
     directory: str
-    """Where programs and models of the user's own are found: where the study began, wherever it is taken up."""
+    """The folder in which programs and models of the user's own are found: where the study began, wherever it is taken
+    up."""
     program: list[str] | None
     """The words of a program of the user's own."""
     resources: TrialResources
@@ -64,6 +56,8 @@ class SweepRun:
     """The `Config` of the wider model that gets the best parameters, read before the search begins."""
     is_new: bool = False
     """Whether this start has made the study."""
+    _configs: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """The configs of `trial_config`, by parameters."""
 
     @cached_property
     def base(self) -> dict[str, Any]:
@@ -127,7 +121,7 @@ class SweepRun:
 
     @property
     def extent(self) -> str:
-        """How many trials there are to be, in a line."""
+        """The number of trials that there are to be, in a line."""
         begun, size, workers = len(self.history().trials), self.sweep.space.size, self.options.workers
         line = "trials until Ctrl-C" if self.count is None else counted(self.count, "trial")
         line += f", {begun} of them begun before" if begun else ""
@@ -158,11 +152,6 @@ class SweepRun:
             self._configs[key] = made
         return self._configs[key]
 
-    @cached_property
-    def _configs(self) -> dict[str, Any]:
-        """Of `trial_config`, by parameters."""
-        return {}
-
     def sampler(self) -> Engine:
         """A new sampler of the search here; it proposes no parameters of which no Config can be made."""
         accept = None if self.program else self._accept
@@ -176,8 +165,7 @@ class SweepRun:
 
     def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:
         """The task of a worker: one attempt of a trial."""
-        folder, options = self.study.path.absolute(), self.options
-        log = f"{trial}.log"
+        folder, log = self.study.path.absolute(), f"{trial}.log"
         if self.bucket is not None:  # each host has a cache of its own, and keeps the log of the attempts that it runs
             folder, log = Path(f"{self.bucket.url.name}-{self.study.metadata(IDENTITY)}"), f"{trial}.{attempt}.log"
         corpus, data = None, self.data_path  # a program of the user's knows its data
@@ -202,13 +190,8 @@ class SweepRun:
                 data_path=data,
                 corpus=corpus,
                 program=self.program,
-                hosts=options.hosts_per_trial,
-                procs_per_host=options.procs_per_host,
-                gpus_per_host=self.resources.gpus,
-                cpus_per_host=self.resources.cpus,
-                max_time_s=options.max_time_s,
-                ray_address=options.ray_address,
-                insecure=options.insecure,
+                **self.resources.ranks,
+                max_time_s=self.options.max_time_s,
                 directory=self.directory,
                 swept=sorted(self.swept),
                 wandb_sweep=self.server,

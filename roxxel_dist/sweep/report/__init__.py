@@ -1,1 +1,1 @@
-"""What a study found, as text, HTML and plots."""
+"""The findings of a study, as text, HTML and plots."""

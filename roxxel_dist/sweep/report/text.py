@@ -26,7 +26,7 @@ STATES: dict[TrialState, str] = {
 
 
 def counts(study: Study) -> str:
-    """How many trials there are of each kind."""
+    """A line: how many trials there are of each kind."""
     parts = [f"{count} {STATES[state]}" for state, count in study.counts().items()]
     return f"{len(study.history.trials)} trial(s){': ' * bool(parts)}{', '.join(parts)}"
 
@@ -123,11 +123,7 @@ def as_json(study: Study) -> dict[str, Any]:
 
 def write_best_config(study: Study, file: str | Path) -> Trial:
     """Write the config of the best trial, as `train --config` reads it: fields without their default, what the sweep
-    searched first. Returns the trial.
-
-    Raises:
-        ValueError: no trial has a value yet, or its program was not ours.
-    """
+    searched first. Returns the trial. Raises ValueError where no trial has a value yet, or its program was not ours."""
     import yaml
 
     best, config = best_config(study, f"--best_config {file}")

@@ -39,7 +39,7 @@ def versus_text(study: Study) -> str:
 
 
 def rows_of(study: Study) -> list[tuple[Pair, Comparison]]:
-    """Each pair that counts, and what was known after it."""
+    """The pairs that count, and what was known after each."""
     assert study.sweep.versus is not None
     pairs = pairs_of(study.history)
     return list(zip(pairs, comparisons(pairs, study.sweep.versus, study.sweep.sign), strict=False))
@@ -65,7 +65,7 @@ def _value(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class PairOfRuns:
-    """What can be said of two single runs: no verdict."""
+    """The comparison of two single runs: no verdict."""
 
     difference: float
     """val_loss of the first less that of the second."""

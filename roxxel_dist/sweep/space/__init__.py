@@ -1,1 +1,1 @@
-"""What a sweep varies: W&B's file, distributions, constraints."""
+"""The parts of a sweep that vary: W&B's file, distributions, constraints."""

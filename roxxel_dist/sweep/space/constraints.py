@@ -41,13 +41,7 @@ class MissingError(UserError):
 
 class Expression:
     """A formula in Python's syntax, evaluated by simpleeval: no attributes, no indices, no calls but of FUNCTIONS.
-
-    Args:
-        text: as a person wrote it.
-
-    Raises:
-        ValueError: it is no formula, or has an expression that formulas must not have.
-    """
+    Raises ValueError for a text that is no formula, or has an expression that formulas must not have."""
 
     def __init__(self, text: str) -> None:
         self.text: str = text.strip()
@@ -72,12 +66,8 @@ class Expression:
         """The parameters that it asks for."""
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """Its result for these parameters.
-
-        Raises:
-            MissingError: a parameter does not exist.
-            ValueError: an operation that these values do not have.
-        """
+        """The result for these parameters. Raises MissingError where a parameter does not exist, ValueError for an
+        operation that these values do not have."""
         known = {name: values[name] for name in sorted(self.names) if name in values}
         try:
             return EvalWithCompoundTypes(OPERATORS, FUNCTIONS.copy(), known).eval(self.text, self._tree)
@@ -103,15 +93,16 @@ class InfeasibleError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The second file of a sweep."""
+    """The rules of the second file of a sweep."""
 
     derived: Mapping[str, Expression] = field(default_factory=dict)
-    """In an order in which each needs only earlier ones."""
+    """Formulas in an order in which each needs only earlier ones."""
     constraints: tuple[Expression, ...] = ()
     when: Mapping[str, Expression] = field(default_factory=dict)
-    """In an order in which each needs only earlier ones."""
+    """Conditions in an order in which each needs only earlier ones."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Of each trial, as Ray counts them: CPU (on each of its hosts), GPU (over all of them), and custom ones."""
+    """Resources of each trial, as Ray counts them: CPU (on each of its hosts), GPU (over all of them), and custom
+    ones."""
     budget: Any = None
     """A `passes.PassBudget`: of passes over the data; None: no limit, or the data is not known."""
 
@@ -125,10 +116,8 @@ class Rules:
 
         A constraint that names a left-out parameter counts as true. A derived parameter or a condition whose result
         needs a left-out parameter is left out too; `top_k if use_moe else 1` needs top_k only if use_moe is true.
-
-        Raises:
-            InfeasibleError: a constraint does not hold, a formula cannot be worked out for these values, or the budget
-                of passes is not enough.
+        Raises InfeasibleError where a constraint does not hold, a formula cannot be worked out, or the budget of passes
+        is not enough.
         """
         active = dict(params)
         for name, condition in self.when.items():

@@ -32,17 +32,18 @@ class Distribution:
     name: str
     """W&B's name of the distribution."""
     choices: Sequence[Any] | None = None
-    """All values, where there are finitely many, in the order of u; numeric ones are sorted."""
+    """The values, where there are finitely many, in the order of u; numeric ones are sorted."""
     weights: tuple[float, ...] | None = None
     """The probability of each choice; None: all alike."""
     grid_order: Sequence[int] | None = None
     """The indices of the choices in the order of the file, which is the order of a grid; None: as they are."""
     inverse_cdf: Callable[[float], Any] | None = None
-    """From u in [0, 1] to a value; never decreasing."""
+    """The map from u in [0, 1] to a value; never decreasing."""
     quantized: tuple[int, Callable[[int], float]] | None = None
-    """Where rounding leaves finitely many values: how many, and the u of each, counted from 0 in the order of u."""
+    """The number of values, where rounding leaves finitely many, and the u of each, counted from 0 in the order of
+    u."""
     note: str | None = None
-    """What a person should know of the values that are drawn."""
+    """A line for a person about the values that are drawn."""
     is_implied: bool = False
     """Whether the file names no distribution, and the keys and types of its values decided."""
 
@@ -52,7 +53,7 @@ class Distribution:
 
     @property
     def count(self) -> int | None:
-        """How many values there are; None: endless."""
+        """The number of values; None: endless."""
         return len(self.choices) if self.choices is not None else self.quantized[0] if self.quantized else None
 
     @property
@@ -123,7 +124,7 @@ CONTINUOUS: dict[str, tuple[dict[str, float | None], Callable[[float, Numbers], 
 }
 """The numbers that each takes (None: must be given), and its inverse CDF."""
 EXPONENTIAL = ("log_uniform", "inv_log_uniform", "log_normal")
-"""Those whose numbers are of the logarithm of a value."""
+"""Distributions whose numbers are of the logarithm of a value."""
 KEYS = ("a", "b", "distribution", "max", "min", "mu", "probabilities", "q", "sigma", "value", "values")
 NAMES = (
     *("constant", "categorical", "categorical_w_probabilities", "int_uniform"),
@@ -143,10 +144,7 @@ def distribution(spec: Mapping[str, Any]) -> Distribution:
     """The distribution of a parameter as W&B's YAML has it, such as `{min: 0.1, max: 1.0}`.
 
     Without `distribution` the keys decide: `value`, `values` (with `probabilities`), or `min` and `max`, which mean
-    `int_uniform` where both are integers and `uniform` otherwise.
-
-    Raises:
-        ValueError: what cannot be; names the key, the value and the rule.
+    `int_uniform` where both are integers and `uniform` otherwise. Raises ValueError that names key, value and rule.
     """
     stray = sorted(set(spec) - set(KEYS))
     if stray:
@@ -291,7 +289,9 @@ def _continuous(name: str, given: Mapping[str, Any]) -> Distribution:
         raise UserError(f"q: the multiples of {step:g} up to {largest:g} are no floats: use another q, or other bounds")
 
     def rounded(u: float) -> float | int:
-        return _multiple(round(inverse_cdf(u, numbers) / step), step)
+        number = round(inverse_cdf(u, numbers) / step)
+        # As people write it: the third multiple of 0.1 is 0.3, and not 0.30000000000000004.
+        return number * step if isinstance(step, int) else float(number * Fraction(repr(float(step))))
 
     ends = [rounded(u) for u in ENDS]
     outside = [f"{end:g}" for end, beyond in zip(ends, (ends[0] < low, ends[1] > high), strict=True) if beyond]
@@ -327,13 +327,9 @@ def _ends(name: str, base: str, numbers: Numbers) -> tuple[float, float]:
     raise UserError(f"{name}: with {given} values can be drawn that are no floats: use smaller numbers")
 
 
-def _multiple(number: int, step: float) -> float | int:
-    """A multiple of a step as people write it: of 0.1 the third is 0.3, and not 0.30000000000000004."""
-    return number * step if isinstance(step, int) else float(number * Fraction(repr(float(step))))
-
-
 def _quantized(base: str, numbers: Numbers, step: float) -> tuple[int, Callable[[int], float]] | None:
-    """How many multiples of step a distribution between two bounds has, and the u of each; None: without bounds."""
+    """The number of multiples of step that a distribution between two bounds has, and the u of each; None: without
+    bounds."""
     if "min" not in numbers:
         return None
     low, high = (CONTINUOUS[base][1](u, numbers) for u in ENDS)
@@ -361,7 +357,7 @@ def is_finite(value: Any) -> bool:
 
 
 def as_number(value: Any) -> str:
-    """How to write a text that is a number, such as '1e-4'; empty for anything else."""
+    """The form of a text that is a number, such as '1e-4', without quotes; empty for anything else."""
     try:
         return f": write {float(value)!r}, without quotes" if isinstance(value, str) else ""
     except ValueError:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from roxxel_dist.sweep.space.mixture import MixtureSpace
 
 SHARE, END = "mixture.", "phase_end."
-"""What the names of shares and of the ends of phases begin with among the parameters of a trial."""
+"""The beginnings of the names of shares and of ends of phases among the parameters of a trial."""
 MIXTURE_KEYS = ("phases", "datasets", "max_passes", "step")
 SHARE_KEYS = ("min", "max")
 ROUNDING = 1e-9
 MOST_ENDS = 10_000
 Refuse = Callable[[Sequence[str], str], ValueError]
-"""Makes an error about a key of the file, by its path and what is wrong."""
+"""A function that makes an error about a key of the file, by its path and what is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,8 @@ class MixtureSpec:
     def space(
         self, caps: Mapping[str, float] | None = None, tokens: Mapping[str, float] | None = None
     ) -> "MixtureSpace":
-        """The space of the mixture, with lower caps and with natural shares where they are known.
-
-        Raises:
-            ValueError: nothing is left to search.
-        """
+        """The space of the mixture, with lower caps and with natural shares where they are known. Raises ValueError
+        where nothing is left to search."""
         from roxxel_dist.sweep.space.mixture import mixture_space  # numpy: not for --help
 
         floors, own = zip(*self.bounds.values(), strict=True)
@@ -59,15 +56,20 @@ class MixtureSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DataExtras:
-    """What is searched of the data."""
+    """The parts of the data that are searched."""
 
     mixtures: tuple[MixtureSpec, ...] = ()
     ends: Mapping[int, Parameter] = field(default_factory=dict)
     """The end of each phase that is searched, as a share of all steps; phases are counted from 1."""
 
     def __bool__(self) -> bool:
-        """Whether anything is."""
+        """Whether any part is."""
         return bool(self.mixtures or self.ends)
+
+    @property
+    def key(self) -> str:
+        """The key of the second file that asks for it, for messages."""
+        return "mixtures" if self.mixtures else "phase_ends"
 
     @property
     def groups(self) -> dict[int, tuple[int, ...]]:
@@ -76,16 +78,8 @@ class DataExtras:
 
 
 def data_extras(content: Mapping[str, Any], parameters: Any, refuse: Refuse) -> DataExtras:
-    """`mixtures` and `phase_ends` of the second file.
-
-    Args:
-        content: the second file.
-        parameters: those of the first file, whose names are taken.
-        refuse: makes the error.
-
-    Raises:
-        ValueError: what cannot be; names the key, the value and the rule.
-    """
+    """`mixtures` and `phase_ends` of the second file, `content`. `parameters` are those of the first file, whose names
+    are taken; `refuse` makes the error. Raises ValueError that names key, value and rule."""
     entries = content.get("mixtures")
     if entries is not None and (not isinstance(entries, list) or not entries):
         form = "a list such as [{phases: [1], datasets: {self: {min: 0.2}, code: {}}}]"
@@ -133,11 +127,9 @@ def _mixture(entry: Any, path: list[str], refuse: Refuse) -> MixtureSpec:
     if step is not None and not is_number(step):
         raise refuse([*path, "step"], f"{step!r} must be a number, such as 0.1")
     lows, highs = zip(*bounds.values(), strict=True)
-    for which, total, wrong in (("min", math.fsum(lows), ">"), ("max", math.fsum(highs), "<")):
-        if total > 1 + 1e-9 if wrong == ">" else total < 1 - 1e-9:
-            side = lows if which == "min" else highs
+    for which, side, rule, sign in (("min", lows, "at most", 1), ("max", highs, "at least", -1)):
+        if sign * ((total := math.fsum(side)) - 1) > ROUNDING:
             terms = " + ".join(f"{share:g} ({name})" for name, share in zip(bounds, side, strict=True))
-            rule = "at most" if wrong == ">" else "at least"
             raise refuse([*path, "datasets"], f"the {which} sum to {total:g}, and must sum to {rule} 1: {terms}")
     spec = MixtureSpec(phases=tuple(phases), bounds=bounds, max_passes=most, step=step)
     if len(set(phases)) == len(phases):
@@ -209,7 +201,7 @@ SIDE, SEED = "side", "seed"
 """The parameters of such a study: the side is no field of a Config. Sorted, the two trials of a seed are neighbours."""
 SIDES = ("A", "B")
 SEEDS = 10_000
-"""So many seeds are there to be asked for."""
+"""The number of seeds that can be asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +211,7 @@ class Versus:
     changes: Mapping[str, Any]
     """The fields of side B that differ from the config of the study, which is side A."""
     names: Mapping[str, str]
-    """What people call each side."""
+    """The names that people call each side by."""
     level: float = 0.9
     smallest: float | None = None
     """A difference that matters: an interval within plus and minus this one says that there is none."""
@@ -232,7 +224,7 @@ class Versus:
             raise UserError(f"--smallest {self.smallest:g}: must be more than 0, in units of the metric")
 
     def fields(self, side: str) -> Mapping[str, Any]:
-        """What a side changes in the config of the study."""
+        """The changes of a side to the config of the study."""
         return self.changes if side == SIDES[1] else {}
 
     @classmethod

@@ -37,10 +37,8 @@ ROUNDING = 1e-9
 class PassBudget:
     """The passes that the trials of a sweep may make over each data set.
 
-    Args:
-        extras: what is searched of the data.
-        phases: of the config, as in YAML; each has `steps`.
-        ranges: the training part of each data set: (start, length) of each range, in tokens.
+    `extras` is what is searched of the data; `phases` are those of the config, as in YAML, each with `steps`; `ranges`
+    are the training part of each data set: (start, length) of each range, in tokens.
     """
 
     extras: DataExtras
@@ -155,18 +153,12 @@ class PassBudget:
         return [_enough(phase, steps) for phase, steps in zip(self.phases, least, strict=True)]
 
     def _loads(self, steps: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What so many steps of each phase come to, over the data sets of all mixtures.
-
-        Returns:
-            Passes that a share of 1 comes to, float64[mixtures, sets]; passes of phases with weights of their own, and
-            those that rounding may add, float64[sets].
-        """
+        """The passes that so many steps of each phase come to, over the data sets of all mixtures: those of a share of
+        1, float64[mixtures, sets]; those of phases with weights of their own, and those that rounding may add,
+        float64[sets]."""
         names = list(self.tokens)
-        each, fixed, rounding = (
-            np.zeros((len(self.extras.mixtures), len(names))),
-            np.zeros(len(names)),
-            np.zeros(len(names)),
-        )
+        each = np.zeros((len(self.extras.mixtures), len(names)))
+        fixed, rounding = np.zeros((2, len(names)))
         of_phase = {phase: row for row, spec in enumerate(self.extras.mixtures) for phase in spec.phases}
         for number, (given, count) in enumerate(zip(self.phases, steps, strict=True), 1):
             for phase in _ramp({**given, "steps": count}):
@@ -183,20 +175,12 @@ class PassBudget:
         return each, fixed, rounding
 
     def spaces(self) -> tuple[MixtureSpace, ...]:
-        """The space of each mixture, with caps lowered to what the limits leave.
-
-        Raises:
-            ValueError: they leave nothing; says how many passes would be needed.
-        """
+        """The space of each mixture, with caps lowered to what the limits leave. Raises ValueError where they leave
+        nothing; it says how many passes would be needed."""
         names = list(self.tokens)
         each, fixed, rounding = self._loads(self._least_steps())
-        least = sum(
-            (
-                each[row] * [spec.bounds.get(name, (0.0, 0.0))[0] for name in names]
-                for row, spec in enumerate(self.extras.mixtures)
-            ),
-            np.zeros(len(names)),
-        )
+        floors = [[spec.bounds.get(name, (0.0, 0.0))[0] for name in names] for spec in self.extras.mixtures]
+        least = (each * floors).sum(0)
         needed = self._needed(each, fixed + rounding)
         spaces = []
         for row, spec in enumerate(self.extras.mixtures):
@@ -272,15 +256,11 @@ class PassBudget:
     def feasible_shares(
         self, spaces: Sequence[MixtureSpace], shares: Sequence[np.ndarray], params: Mapping[str, Any]
     ) -> tuple[np.ndarray, ...]:
-        """Shares moved by as little as the limits ask for, at the ends of phases among the parameters of a trial.
+        """Shares moved by as little as the limits ask for, at the ends of phases among the parameters `params` of a
+        trial.
 
-        Args:
-            spaces: the mixtures.
-            shares: float64[k] of each mixture, allowed by its own space.
-            params: of the trial.
-
-        Returns:
-            float64[k] for each mixture, those with the least sum of KL(r || shares) that keep all limits together.
+        `shares` are float64[k] of each mixture, allowed by its own space; so are the results: those with the least sum
+        of KL(r || shares) that keep all limits together.
         """
         pairs = zip(spaces, shares, strict=True)
         given = {key: share for space, row in pairs for key, share in zip(space.keys, row.tolist(), strict=True)}
@@ -322,7 +302,7 @@ class PassBudget:
 
 
 def _ramp(phase: Mapping[str, Any]) -> list[Phase]:
-    """As `phases_of`. Raises InfeasibleError where a size of a ramp gets no step."""
+    """The phases of `phases_of`. Raises InfeasibleError where a size of a ramp gets no step."""
     try:
         return phases_of(phase)
     except UserError as error:
@@ -330,7 +310,7 @@ def _ramp(phase: Mapping[str, Any]) -> list[Phase]:
 
 
 def _enough(phase: Mapping[str, Any], steps: int) -> int:
-    """So many steps, or as many as a ramp needs for a step of each size."""
+    """The number of steps, or as many as a ramp needs for a step of each size."""
     for count in range(steps, phase["steps"]):
         with suppress(InfeasibleError):
             _ramp({**phase, "steps": count})

@@ -39,7 +39,7 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """All parameters, in the order of the file, and the mixtures of data sets."""
+    """The parameters, in the order of the file, and the mixtures of data sets."""
 
     parameters: tuple[Parameter, ...]
     mixtures: "tuple[MixtureSpace, ...]" = ()
@@ -72,7 +72,7 @@ class Space:
 
     @property
     def size(self) -> int | None:
-        """How many different points there are; None where they are endless."""
+        """The number of different points; None where they are endless."""
         counts = [parameter.distribution.count for parameter in self.free]
         counts += [None if mixture.step is None else len(mixture.lattice) for mixture in self.mixtures]
         return math.prod(count for count in counts if count is not None) if None not in counts else None
@@ -80,9 +80,7 @@ class Space:
     @property
     def baselines(self) -> "tuple[tuple[np.ndarray, ...], ...]":
         """The shares of the first trials: natural ones, and uniform ones where they differ; each float64[k] a mixture.
-
-        Empty without mixtures.
-        """
+        Empty without mixtures."""
         if not self.mixtures:
             return ()
         natural, uniform = (tuple(getattr(each, kind) for each in self.mixtures) for kind in ("natural", "uniform"))
@@ -134,13 +132,9 @@ class Space:
             ]
 
     def grid(self) -> Iterator[list[float]]:
-        """Every point, in the order of W&B: names sorted, values as listed, the last name changing fastest.
-
-        A mixture counts as one name, such as mixture.1; its values are the shares of its lattice.
-
-        Raises:
-            ValueError: they are endless; names a parameter that is.
-        """
+        """The points in the order of W&B: names sorted, values as listed, the last name changing fastest. A mixture
+        counts as one name, such as mixture.1; its values are the shares of its lattice. Raises ValueError where they
+        are endless; it names a parameter that is."""
         self._check_countable()
         dims = [
             (parameter.path, parameter.distribution.count or 1, slice(dim, dim + 1))

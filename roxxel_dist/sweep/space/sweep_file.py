@@ -3,7 +3,6 @@
 import difflib
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
@@ -14,7 +13,7 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, read_yaml
 from roxxel_dist.settings.values import with_numbers
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
-from roxxel_dist.sweep.space.distributions import distribution
+from roxxel_dist.sweep.space.distributions import distribution, is_finite
 from roxxel_dist.sweep.space.extras import DataExtras, Versus, data_extras
 from roxxel_dist.sweep.space.space import Parameter, Params, Space
 from roxxel_dist.sweep.space.values import check_value
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
     from roxxel_dist.sweep.space.passes import PassBudget
 
 Keys = tuple[str | int, ...]
-"""What leads to a value of a file: keys of mappings, and numbers of items of lists."""
+"""The path to a value of a file: keys of mappings, and numbers of items of lists."""
 DEEPEST_KEYS = 50
 METHODS = ("bayes", "random", "grid")
-"""Of W&B."""
+"""Methods of W&B."""
 GOALS = ("minimize", "maximize")
 KEYS = (
     "apiVersion", "command", "controller", "description", "early_terminate", "entity", "kind", "method", "metric",
@@ -60,7 +59,7 @@ class Sweep:
     goal: str
     space: Space
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Where the metric is a mean over data sets: the share of each in it. They sum to 1."""
+    """The share of each data set in a metric that is a mean over them, with sum 1; empty for another metric."""
     program: str | None = None
     command: tuple[str, ...] | None = None
     name: str | None = None
@@ -70,20 +69,16 @@ class Sweep:
     early_terminate: Mapping[str, Any] | None = None
     rules: Rules = field(default_factory=Rules)
     data: DataExtras = field(default_factory=DataExtras)
-    """What is searched of the data: shares, and ends of phases."""
+    """The parts of the data that are searched: shares, and ends of phases."""
     versus: Versus | None = None
-    """Of a study that compares two configurations: which, and when it ends."""
+    """The two configurations that a study compares, and when it ends; None: it searches."""
     locator: "YamlLocator" = field(default_factory=lambda: YamlLocator("sweep", {}), compare=False, repr=False)
-    """Where in the file its keys stand."""
+    """The lines of its keys in the file."""
     names_metric: bool = field(default=False, compare=False)
     """Whether the file says what the metric is."""
 
     def with_budget(self, budget: "PassBudget") -> "Sweep":
-        """The sweep over the mixtures that the passes over the data leave.
-
-        Raises:
-            ValueError: they leave none.
-        """
+        """The sweep over the mixtures that the passes over the data leave. Raises ValueError where they leave none."""
         space = replace(self.space, mixtures=budget.spaces())
         return replace(self, space=space, rules=replace(self.rules, budget=budget))
 
@@ -127,15 +122,8 @@ def hint_for(name: Any, names: Sequence[str]) -> str:
 
 
 def read_sweep(path: str | Path, extras: str | Path | None = None, *, strict: bool = True) -> Sweep:
-    """The sweep of a file.
-
-    Args:
-        path: the YAML file of the sweep.
-        extras: the second file.
-        strict: whether a key is refused that only W&B's server reads.
-
-    Raises UserError that names file, line and key.
-    """
+    """The sweep of a YAML file, and of a second one, `extras`. `strict`: refuse a key that only W&B's server reads.
+    Raises UserError that names file, line and key."""
     sweep, locator = _load(path, strict=strict)
     more, other = _load(extras, strict=strict) if extras is not None else ({}, locator)
     return _sweep(sweep, locator, more, other)
@@ -148,11 +136,8 @@ def sweep_of(sweep: Mapping[str, Any], extras: Mapping[str, Any] | None = None) 
 
 
 def as_sweep(sweep: Mapping[str, Any] | str | os.PathLike[str] | Sweep) -> Sweep:
-    """The sweep of a file, of a dictionary, or as it is.
-
-    Raises UserError as `read_sweep` and `sweep_of`, and for a metric that is named, is per token, and would rank
-    tokenizers.
-    """
+    """The sweep of a file, of a dictionary, or as it is. Raises UserError as `read_sweep` and `sweep_of`, and for a
+    metric that is named, is per token, and would rank tokenizers."""
     if isinstance(sweep, Sweep):
         return sweep
     found = read_sweep(os.fspath(sweep)) if isinstance(sweep, str | os.PathLike) else sweep_of(sweep)
@@ -163,6 +148,11 @@ def as_sweep(sweep: Mapping[str, Any] | str | os.PathLike[str] | Sweep) -> Sweep
     return found
 
 
+def phrase_change(names: Sequence[str]) -> str:
+    """Names and their verb for a message, as in "dim and lr change"."""
+    return f"{' and '.join(names)} {'change' if len(names) > 1 else 'changes'}"
+
+
 def check_per_token(sweep: Sweep, names: Sequence[str]) -> None:
     """Raises UserError for a metric per token, where some parameters change what a token is."""
     loss, slash, of_set = sweep.metric.partition("/")
@@ -171,9 +161,8 @@ def check_per_token(sweep: Sweep, names: Sequence[str]) -> None:
     better = f"val_bpb{slash}{of_set}" if loss == "val_loss" else PER_TOKEN[loss]
     weights = ", weights: {…}" if sweep.weights else ""
     why = (
-        f"{sweep.metric} is per token, and {' and '.join(names)} {'change' if len(names) > 1 else 'changes'} what a "
-        f"token is, so that it does not compare the trials: write metric: {{name: {better}, goal: minimize{weights}}}, "
-        f"which is per byte"
+        f"{sweep.metric} is per token, and {phrase_change(names)} what a token is, so that it does not compare the "
+        f"trials: write metric: {{name: {better}, goal: minimize{weights}}}, which is per byte"
     )
     raise sweep.locator.error(["metric", "name"], why)
 
@@ -290,7 +279,7 @@ def _weights(metric: Mapping[str, Any], locator: YamlLocator) -> dict[str, float
     if not isinstance(weights, Mapping) or not weights:
         raise locator.error(where, "must be names of validation sets with numbers, such as {code: 0.5, math: 0.5}")
     for name, weight in weights.items():
-        if not _is_amount(weight):
+        if not is_finite(weight) or weight < 0:
             raise locator.error([*where, str(name)], f"{weight!r} must be a number, 0 or more")
     if not (largest := max(weights.values())):
         raise locator.error(where, "they sum to 0: at least one must be above 0")
@@ -378,7 +367,7 @@ def _early_terminate(spec: Any, locator: YamlLocator) -> Mapping[str, Any] | Non
     if "min_iter" not in spec and not {"max_iter", "s"} <= set(spec):
         raise locator.error(["early_terminate"], "needs `min_iter`, or `max_iter` and `s`")
     for key in sorted(set(spec) - {"type", "strict"}):
-        if not _is_amount(spec[key]) or not spec[key]:
+        if not is_finite(spec[key]) or spec[key] <= 0:
             raise locator.error(["early_terminate", str(key)], f"{spec[key]!r} must be a number above 0")
     return spec
 
@@ -409,7 +398,7 @@ def _rules(content: Mapping[str, Any], locator: YamlLocator, parameters: Any) ->
         if name not in names:
             raise locator.error(["when", name], f"there is no such parameter: {hint_for(name, names)}")
     for name, amount in resources.items():
-        if not _is_amount(amount):
+        if not is_finite(amount) or amount < 0:
             raise locator.error(["resources", name], f"{amount!r} must be a number, 0 or more")
     every = [*names, *derived]
     formulas = {name: formula(["derived", name], text, every) for name, text in derived.items()}
@@ -426,7 +415,7 @@ def _rules(content: Mapping[str, Any], locator: YamlLocator, parameters: Any) ->
 
 
 def _versus(spec: Any, locator: YamlLocator) -> Versus | None:
-    """What `roxxel-dist versus` has written."""
+    """The key that `roxxel-dist versus` has written."""
     try:
         return None if spec is None else Versus(**spec)
     except TypeError:
@@ -442,8 +431,3 @@ def _in_order(key: str, needed: Mapping[str, set[str]], locator: YamlLocator) ->
         raise locator.error(
             [key], f"each of these formulas needs the other: {cycle}: take one of these names out of a formula"
         ) from None
-
-
-def _is_amount(value: Any) -> bool:
-    """Whether it is a finite number, 0 or more."""
-    return type(value) in (int, float) and 0 <= value <= sys.float_info.max

@@ -33,15 +33,11 @@ def phases_of_trial(
     params: Mapping[str, Any],
     groups: Mapping[int, Sequence[int]] | None = None,
 ) -> list[dict[str, Any]]:
-    """The phases of the config, with `weights` and `steps` from the parameters of a trial.
+    """The phases of the config, as in YAML, with `weights` and `steps` from the shares and ends among the parameters of
+    a trial.
 
-    Args:
-        phases: of the config, as in YAML.
-        params: of a trial; others than shares and ends are not looked at.
-        groups: the phases that have the shares of mixture.P.NAME, by P; that one alone where not given.
-
-    Raises:
-        ValueError: there is no such phase, it has no `steps`, or a phase gets no step.
+    `groups` has the phases with the shares of mixture.P.NAME, by P; that one alone where not given. Raises ValueError
+    where there is no such phase, it has no `steps`, or a phase gets no step.
     """
     from roxxel_dist.curriculum.phases import numbers_in  # numpy: not for --help
 
@@ -63,12 +59,9 @@ def phases_of_trial(
 
 
 def steps_between(phases: Sequence[Mapping[str, Any]], ends: Mapping[int, float]) -> list[int]:
-    """The steps of each phase, where some end at another share of all steps than in the config.
-
-    Raises:
-        ValueError: a phase has no `steps`, or an end is no share, or that of the last phase.
-        InfeasibleError: a phase gets no step.
-    """
+    """The steps of each phase, where some end at another share of all steps than in the config. Raises ValueError where
+    a phase has no `steps`, or an end is no share, or that of the last phase; InfeasibleError where a phase gets no
+    step."""
     for number, end in ends.items():
         if not (is_number(end) and 0 < end < 1):
             raise UserError(f"phase_end.{number}: {end!r} must be a share of all steps, between 0 and 1")

@@ -22,11 +22,8 @@ LONGEST_SHOWN = 60
 
 
 def check_value(value: Any, depth: int = 0) -> Any:
-    """The value, with scalars of numpy as Python's own.
-
-    Raises:
-        UserError: it would arrive as something else; says what it is, and what to write.
-    """
+    """The value, with scalars of numpy as Python's own. Raises UserError where it would arrive as something else; it
+    says what the value is, and what to write."""
     if hasattr(value, "dtype") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if depth > DEEPEST:
@@ -55,7 +52,8 @@ def _check_scalar(value: Any) -> None:
         if math.isnan(value):
             raise UserError("nan cannot be a value, because W&B's client makes null of it: write null, or a text")
     elif value is not None:
-        raise UserError(f"{excerpt(value)} is {_kind(value)}: {_cure(value)}")
+        kind, cure = _kind_and_cure(value)
+        raise UserError(f"{excerpt(value)} is {kind}: {cure}")
 
 
 def _check_text(text: str) -> None:
@@ -67,19 +65,13 @@ def _check_text(text: str) -> None:
         raise UserError(f"{excerpt(text)} has half of a surrogate pair, which is no character: leave it out") from None
 
 
-def _kind(value: Any) -> str:
+def _kind_and_cure(value: Any) -> tuple[str, str]:
     if isinstance(value, date):
-        return "a date"
-    kinds = {tuple: "a tuple", set: "a set", frozenset: "a set", bytes: "bytes"}
-    return kinds.get(type(value), f"a {type(value).__name__}")
-
-
-def _cure(value: Any) -> str:
+        return "a date", "write it in quotes, as a text"
     if isinstance(value, tuple | set | frozenset):
-        return "write a list, [a, b]"
-    if isinstance(value, date):
-        return "write it in quotes, as a text"
-    return "use a number, a text, true, false, null, or lists and mappings of them"
+        return "a tuple" if isinstance(value, tuple) else "a set", "write a list, [a, b]"
+    kind = "bytes" if isinstance(value, bytes) else f"a {type(value).__name__}"
+    return kind, "use a number, a text, true, false, null, or lists and mappings of them"
 
 
 def excerpt(value: Any) -> str:

@@ -16,27 +16,27 @@ from roxxel_dist.sweep.study.folder import Study, flat, read_study
 from roxxel_dist.sweep.study.journal import Trial
 
 FOLDER, EXPECTED = "confirm", "confirm.yaml"
-"""In the folder of the study: the confirmation, and what it is to confirm."""
+"""The names, in the folder of the study, of the confirmation and of what it is to confirm."""
 SEEDS = 3
 BEST, NATURAL, UNIFORM = "best", "natural", "uniform"
 
 Gains = Mapping[str, tuple[float, float, float]]
-"""By baseline: the metric of the best less its own: value, and the ends of the interval."""
+"""The metric of the best less that of each baseline: value, and the ends of the interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a confirmation trains, and what the study says of it."""
+    """The trainings of a confirmation, and what the study says of them."""
 
     factor: int
-    """How many times the steps of a trial."""
+    """The number of times that the steps of a trial are trained."""
     trial: int
     """The best one."""
     seeds: list[int]
     phases: dict[str, list[dict[str, Any]]]
     """The phases by mixture: BEST, NATURAL and UNIFORM, those with the same shares once."""
     gains: dict[str, list[float]]
-    """As `Gains`; empty where no law could be fitted."""
+    """Gains by baseline; empty where no law could be fitted."""
 
     @classmethod
     def read(cls, study: Path) -> "Expected | None":
@@ -89,18 +89,11 @@ def baselines(study: Study) -> dict[str, Trial]:
 def expected_of(
     study: Study, best: Config, factor: int, gains: Gains, groups: Mapping[int, tuple[int, ...]]
 ) -> Expected:
-    """What a confirmation of the best trial of a study is to train.
+    """The trainings that confirm the best trial of a study with mixtures, whose first two trials are the baselines.
 
-    Args:
-        study: with mixtures, whose first two trials are the baselines.
-        best: the config of its best trial.
-        factor: how many times the steps.
-        gains: what the law says.
-        groups: by first phase of an entry, all phases that have its shares.
-
-    Raises:
-        ValueError: the study has no mixtures, the best trial is a baseline and so there is nothing to compare, or the
-            length of its phases is not known.
+    `best` is its config, `factor` how many times the steps, `gains` what the law says, and `groups` has, by first phase
+    of an entry, all phases with its shares. Raises ValueError where the study has no mixtures, the best trial is a
+    baseline, so that there is nothing to compare, or the length of its phases is not known.
     """
     if factor < 1:
         raise UserError(f"--confirm {factor}: must be 1 or more times the steps of a trial")
@@ -147,10 +140,8 @@ def _above_0(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def lengthen_config(config: Config, factor: int) -> Config:
-    """A config whose warm-up, decay and last step, where it gives them in steps, are `factor` times as long.
-
-    Its phases are those of the sweep that uses it.
-    """
+    """A config whose warm-up, decay and last step, where it gives them in steps, are `factor` times as long. Its phases
+    are those of the sweep that uses it."""
     given = {
         name: getattr(config, name) * factor
         for name in ("warmup_steps", "decay_steps", "max_steps")

@@ -38,13 +38,13 @@ class Study:
     sweep: Sweep
     history: History
     url: ObjectUrl | None = None
-    """Where it is, if `path` is a copy."""
+    """The address of the study, if `path` is a copy."""
     is_searched: bool = True
     """Whether a driver searches in it; if not, trials without an end were interrupted."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name that people call it by."""
         return self.sweep.name or (self.url.name if self.url else self.path.absolute().name)
 
     @property
@@ -63,7 +63,7 @@ class Study:
         return "interrupted" if trial.state == "running" and not self.is_searched else trial.state
 
     def counts(self) -> dict[TrialState, int]:
-        """How many trials there are of each state, those without a trial left out."""
+        """The number of trials of each state, those without a trial left out."""
         found: dict[TrialState, int] = {}
         for state in STATES:
             if count := self.history.count(state):
@@ -76,12 +76,9 @@ class Study:
 
 
 def read_study(folder: str | Path, url: ObjectUrl | None = None, *, is_searched: bool | None = None) -> Study:
-    """The study of a folder, also while it is searched; `url` is where it is, if that is a copy of it.
-
-    `is_searched`: whether a driver searches in it. Default: whether a process holds the folder.
-
-    Raises ValueError where it is none.
-    """
+    """The study of a folder, also while it is searched; `url` is where it is, if that is a copy of it. `is_searched`:
+    whether a driver searches in it; by default, whether a process holds the folder. Raises ValueError where it is
+    none."""
     path = Path(folder)
     if not is_study(path):
         raise UserError(
@@ -140,7 +137,7 @@ class StudyDir:
         return {} if self.base_file is None else load_yaml(self.base_file)
 
     def metadata(self, key: str) -> str | None:
-        """What the study was begun with: DATA_PATH, DIRECTORY, SERVER or IDENTITY."""
+        """A value that the study was begun with: DATA_PATH, DIRECTORY, SERVER or IDENTITY."""
         return (self.settings().get(RECORD) or {}).get(key)
 
     def wandb_sweep_id(self, requested: str | None) -> str | None:
@@ -164,17 +161,11 @@ class StudyDir:
         return known
 
     def sweep(self) -> Sweep:
-        """What it searches. Keys that only W&B's server reads may be there, for it may lead the study."""
+        """The sweep. Keys that only W&B's server reads may be there, for it may lead the study."""
         return read_sweep(self._definition, self._extras if self._extras.exists() else None, strict=False)
 
     def open(
-        self,
-        sweep_config: str | None,
-        extras: str | None,
-        config: Any,
-        data_path: str | None,
-        *,
-        strict: bool = True,
+        self, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None, *, strict: bool = True
     ) -> tuple[Sweep, str | None]:
         """(the sweep, the data) of a study that is there, or begins. Nothing is written.
 
@@ -210,9 +201,8 @@ class StudyDir:
 
     @contextmanager
     def hold(self, log: Callable[[str], None]) -> Iterator[None]:
-        """Hold the lock of the folder: taken before the first look at it, released after the last change.
-
-        At the end, a folder that this start has made and in which no study was begun is removed again.
+        """Hold the lock of the folder: taken before the first look at it, released after the last change. At the end, a
+        folder that this start has made and in which no study was begun is removed again.
 
         Raises FolderIsHeld where another process still searches there after 30 s, UserError where the folder holds
         something else or cannot be written.
@@ -273,9 +263,7 @@ class StudyDir:
         write_file(self._definition, Path(sweep_config).read_bytes())
 
     def rollback(self) -> None:
-        """Undo `create` after a refused first start, since the error may be in these files: remove them.
-
-        Only for who holds the study since before it was there.
-        """
+        """Undo `create` after a refused first start, since the error may be in these files. Only for who holds the
+        study since before it was there."""
         for name in (JOURNAL, DEFINITION, EXTRAS, BASE):
             (self.path / name).unlink(missing_ok=True)

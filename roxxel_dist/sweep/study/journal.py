@@ -1,10 +1,9 @@
 """The journal of a study: append-only JSON lines, each kept before anything is done about it, by one writer.
 
 Kept is what is on the disk or, of a study in a bucket, what its store has. There start and report may follow within a
-second: a trial that is run again reports them again; and so does one whose result was not sent any more.
-
-`History` is the state of the journal: the trials, what they reported, and how they ended. It is kept up to date line by
-line, at a cost that does not grow with the number of trials.
+second: a trial that is run again reports them again; and so does one whose result was not sent any more. `History` is
+the state of the journal: the trials, what they reported, and how they ended. It is kept up to date line by line, at a
+cost that does not grow with the number of trials.
 """
 
 import json
@@ -33,11 +32,11 @@ if TYPE_CHECKING:
 PARAMS = "params"
 """The key of an event with the parameters of a trial."""
 SEARCHING = "searching in"
-"""What the holder of a study's lock does, for messages."""
+"""The words for what the holder of a study's lock does, in messages."""
 WAIT_S = 30.0
-"""How long a start waits for the driver before it, which may be ending its trials."""
+"""Seconds that a start waits for the driver before it, which may be ending its trials."""
 AWAITED = {"study", "ask"}
-"""Of a study in a bucket: events that its store has before anything else happens."""
+"""Events that the store of a study in a bucket has before anything else happens."""
 SOON = {"stop", "pause", "thaw", "result", "fail"}
 """Events that are sent there at once."""
 DECIDING = {"ask", "report", "stop", "pause", "thaw", "result", "fail"}
@@ -45,7 +44,7 @@ DECIDING = {"ask", "report", "stop", "pause", "thaw", "result", "fail"}
 State = Literal["done", "stopped", "failed", "paused", "running"]
 STATES: tuple[State, ...] = ("done", "stopped", "failed", "paused", "running")
 TrialState = Literal[State, "interrupted"]
-"""What a reader says of a trial: interrupted if it has no end, and no driver that would go on with it."""
+"""The state for a reader: interrupted if the trial has no end, and no driver that would go on with it."""
 
 
 @dataclass(kw_only=True)
@@ -62,21 +61,21 @@ class Trial:
     reports: list[tuple[int, float]] = field(default_factory=list)
     """(step, value), by step; of a step that was run again, the last value."""
     losses: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """By step, the loss of each data set of which a reported value is the mean; empty where it is none."""
+    """The loss of each data set of which a reported value is the mean, by step; empty where it is none."""
     attempts: int = 0
-    """How often it was started."""
+    """The number of its starts."""
     node: str | None = None
     pid: int | None = None
     stop: Mapping[str, Any] | None = None
-    """That it was decided to stop it early, or to pause it last: step, value, rule, reason."""
+    """The decision to stop it early, or to pause it last: step, value, rule, reason."""
     kind: str | None = None
-    """Of a failed one: nan, oom, shape, error, time or lost."""
+    """The kind of its failure: nan, oom, shape, error, time or lost."""
     reason: str | None = None
     log: str | None = None
     seconds: float | None = None
-    """How long it ran, from start to end or pause, over all of its slices."""
+    """Seconds that it ran, from start to end or pause, over all of its slices."""
     pause_seconds: float = 0.0
-    """How long the slice had run when its last pause was decided."""
+    """Seconds that the slice had run when its last pause was decided."""
     more: dict[str, Any] = field(default_factory=dict)
     began: float | None = None
     """Unix seconds, as `ended`."""
@@ -108,7 +107,7 @@ class Trial:
 
 @dataclass(kw_only=True)
 class History:
-    """All trials of a study."""
+    """The trials of a study, and what follows from them."""
 
     trials: dict[int, Trial] = field(default_factory=dict)
     metric: str | None = None
@@ -127,7 +126,8 @@ class History:
     last: tuple[str, int] | None = field(init=False, default=None)
     """Kind and trial of the last event that decisions follow from."""
     _busy_s: float = field(init=False, default=0.0)
-    """For which drivers have searched, up to the last line, which was written when its driver's clock was `_clock`."""
+    """Seconds that drivers have searched, up to the last line, which was written when its driver's clock was
+    `_clock`."""
     _clock: float | None = field(init=False, default=None)
     timed: int = field(init=False, default=0)
     """Ended trials of which it is known how long they took."""
@@ -140,11 +140,11 @@ class History:
 
     @property
     def mean_seconds(self) -> float | None:
-        """How long a trial took; None before one has ended."""
+        """The mean duration of a trial; None before one has ended."""
         return self._seconds / self.timed if self.timed else None
 
     def count(self, state: State) -> int:
-        """How many trials are in a state."""
+        """The number of trials in a state."""
         unended: dict[State, dict[int, Trial]] = {"running": self.running, "paused": self.paused}
         return len(unended[state]) if state in unended else self._counts[state]
 
@@ -159,10 +159,8 @@ class History:
         return choose((value for _, value in self.trials[number].reports), default=None)
 
     def seconds_left(self, count: int | None, workers: int, now: float) -> float | None:
-        """Seconds until `count` trials have ended, if each takes as long as those so far; None if that is not known.
-
-        `workers` trials run at once; `now` is in seconds since 1970.
-        """
+        """Seconds until `count` trials have ended, `workers` at once, if each takes as long as those so far; None if
+        that is not known. `now` is in seconds since 1970."""
         mean = self.mean_seconds
         if mean is None or count is None:
             return None
@@ -313,21 +311,13 @@ def replay(path: Path, data: bytes) -> History:
 class Journal:
     """The journal of a study, whose folder is made if missing: held by one controller while the context is open.
 
-    Args:
-        study: its folder; of a study in a bucket the copy of it.
-        log: shows a line to a person.
-        wait_s: how long another controller is waited for.
-        stored: where the lines of a study in a bucket go.
-
-    Raises ValueError on entry where another one holds it after `wait_s`, and where it cannot be written or read.
+    `study` is its folder, of a study in a bucket the copy of it, whose lines go to `stored` too; `log` shows a line to
+    a person. Raises ValueError on entry where another controller holds it after `wait_s`, and where it cannot be
+    written or read.
     """
 
     def __init__(
-        self,
-        study: Path,
-        log: Callable[[str], None],
-        wait_s: float = WAIT_S,
-        stored: "JournalWriter | None" = None,
+        self, study: Path, log: Callable[[str], None], wait_s: float = WAIT_S, stored: "JournalWriter | None" = None
     ) -> None:
         self._study, self._log, self._wait_s, self._stored = study, log, wait_s, stored
         self.history = History()
@@ -356,10 +346,10 @@ class Journal:
         self._held.close()
 
     def append(self, *events: Mapping[str, Any]) -> None:
-        """Write events, in one piece; they are on the disk when this returns.
+        """Write events, in one piece; they are on the disk when this returns. Parameters are written as `to_json` has
+        them; of metrics, numbers that JSON has no form for are null.
 
-        Parameters are written as `to_json` has them; of metrics, numbers that JSON has no form for are null. Raises
-        OSError where the disk does not take them, and what `JournalWriter.add` raises.
+        Raises OSError where the disk does not take them, and what `JournalWriter.add` raises.
         """
         now = round(time.time(), 3)
         stamp = {"time": now, "awake": round(self.awake, 3)}

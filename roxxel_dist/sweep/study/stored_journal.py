@@ -1,12 +1,10 @@
 """The journal of a study in an object store: one object, which each write replaces, and parts that never change.
 
-Lines that are `PART_BYTES` long together become a part; the first line of the object then names all parts, in order.
-So what a study sends grows with its lines, and not with their square. A part is there before the object names it, and
-its name is that of its contents: a driver that loses the study in between leaves one that nobody reads.
-
-A write names the object that it replaces (If-Match): where the store obeys conditions, of two drivers that believe to
-be alone one is refused at its first write, and no line of the other is lost. On other stores the lease is checked
-before each write.
+Lines that are `PART_BYTES` long together become a part; the first line of the object then names all parts, in order. So
+what a study sends grows with its lines, and not with their square. A part is there before the object names it, and its
+name is that of its contents: a driver that loses the study in between leaves one that nobody reads. A write names the
+object that it replaces (If-Match): where the store obeys conditions, of two drivers that believe to be alone one is
+refused at its first write, and no line of the other is lost. On other stores the lease is checked before each write.
 """
 
 import hashlib
@@ -14,7 +12,6 @@ import json
 import threading
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from roxxel_dist.objects import lease
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 PARTS, PART_BYTES = "journal", 256 << 10
 """The folder of the parts, and how long they are at least."""
 FLUSH_S = 1.0
-"""How often lines are written that nothing waits for."""
+"""Seconds between writes of lines that nothing waits for."""
 LEASE_POLL_S = 0.2
 
 
@@ -40,7 +37,7 @@ class StoredJournal:
 
     data: bytes
     etag: str | None
-    """Of its object; None where there is none."""
+    """The version of its object; None where there is none."""
     parts: tuple[str, ...] = ()
     """The keys of its parts."""
     parted: int = 0
@@ -81,13 +78,8 @@ def _check_lines(url: ObjectUrl, data: bytes) -> None:
 
 
 class JournalWriter:
-    """Appends lines to the journal of a study, in a thread, while the context is open; on exit all are stored.
-
-    Args:
-        store: of the study.
-        stored: the journal as it is there.
-        held: the lease of the study, which this process holds.
-    """
+    """A writer that appends lines to the journal of a study in a thread, while the context is open; on exit all are
+    stored. `stored` is the journal as the store has it, `held` the lease of the study, which this process holds."""
 
     def __init__(self, store: "ObjectStore", stored: StoredJournal, held: Lease) -> None:
         self._store, self._lease = store, held
@@ -103,9 +95,7 @@ class JournalWriter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -114,10 +104,8 @@ class JournalWriter:
             self.check()
 
     def add(self, data: bytes, *, soon: bool, wait: bool) -> None:
-        """Whole lines to be written within a second, or `soon`; `wait`: until the store has them.
-
-        Raises what `check` raises.
-        """
+        """Add whole lines, written within a second, or `soon`; `wait`: until the store has them. Raises what `check`
+        raises."""
         with self._changed:
             self._pending += data
             self._added += len(data)

@@ -14,7 +14,7 @@ from roxxel_dist.sweep.trial.process import POLL_S, TrialProcess, TrialTask, env
 
 SILENT_S = 2.0
 LIMIT_S = 3600.0
-"""How long a process that makes the shards may write nothing: training a tokenizer takes minutes."""
+"""Seconds that a process that makes the shards may write nothing: training a tokenizer takes minutes."""
 
 
 def shards_of(config: Any, data_path: str | None, folder: Path) -> Path | None:
@@ -30,10 +30,7 @@ def shards_of(config: Any, data_path: str | None, folder: Path) -> Path | None:
 
 def make_shards(config: Any, data_path: str | None, folder: Path) -> str | None:
     """Make the shards unless they exist; waits for a process that is making them. Returns the path that the run reads.
-
-    Raises:
-        ValueError: the text cannot be used, or another process makes the shards and makes no progress.
-    """
+    Raises ValueError where the text cannot be used, or another process makes the shards and makes no progress."""
     from roxxel_dist.corpus.build import build
 
     into, path = shards_of(config, data_path, folder), config.primary_path(data_path)

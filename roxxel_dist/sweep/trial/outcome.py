@@ -40,15 +40,11 @@ KILLED = {128 + 9: "SIGKILL", 128 + 15: "SIGTERM"}
 
 
 def classify_exit(code: int, output: str, *, ours: bool) -> tuple[str, str]:
-    """(kind, reason) of a program that failed.
+    """(kind, reason) of a program that failed, by its exit code, 128 + N for signal N, and what it wrote. `ours`: it is
+    a program of this package, whose exit codes mean what they say.
 
     The kind is "lost" where a machine did it, and the trial goes on elsewhere; "fatal" where no trial can go on (a full
     disk says nothing of its parameters); or else what the trial did wrong: nan, oom, shape or error.
-
-    Args:
-        code: its exit code, 128 + N for signal N.
-        output: what it wrote.
-        ours: the program is one of this package, whose exit codes mean what they say.
     """
     if lost := _loss(code, output, ours=ours):
         return "lost", lost

@@ -5,7 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,24 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """How many processes a trial has."""
+        """The number of processes of a trial."""
         return self.hosts * self.procs_per_host
+
+    @property
+    def ranks(self) -> dict[str, Any]:
+        """These fields by name, for a task or a program that starts the processes."""
+        return {each.name: getattr(self, each.name) for each in fields(Ranks)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialTask(Ranks):
-    """All that a worker must know of a trial, in plain values; it is sent as a dictionary of these fields."""
+    """The facts that a worker must know of a trial, in plain values; it is sent as a dictionary of these fields."""
 
     trial: int
     params: Mapping[str, Any]
-    """What `config` does not have yet of the trial's parameters."""
+    """The trial's parameters that `config` does not have yet."""
     attempt: int
-    """From 0."""
+    """The number of the attempt, from 0."""
     run_dir: str
     """Absolute, as `log`; both, and the corpus's folder, count from the host's cache where `bucket` is given."""
     log: str
@@ -52,20 +57,20 @@ class TrialTask(Ranks):
     share."""
     data_path: str | None
     corpus: Mapping[str, Any] | None = None
-    """Where shards of text are to be made first: the "text", and the "folder" of the study's shards."""
+    """The "text" of which shards are made first, and the "folder" of the study's shards; None: no shards are made."""
     program: Sequence[str] | None
     """The command of a program of the user's own; None: the trial is a training of a Config."""
     max_time_s: float | None
     directory: str | None = None
-    """Where the trial's program runs; None: where its worker does."""
+    """The folder in which the trial's program runs; None: that of its worker."""
     swept: Sequence[str] = ()
     """The names of all parameters of the sweep."""
     wandb_sweep: str | None = None
     """The sweep of a W&B server that leads it, as entity/project/name."""
     bucket: str | None = None
-    """Where the study is, if in a bucket: hosts share no disk."""
+    """The address of the study, if in a bucket: hosts share no disk."""
     local_dir: str | None = None
-    """Of a study in a bucket, the folder of this host that has its runs."""
+    """The folder of this host that has the runs of a study in a bucket."""
     anneal: str | None = None
     """The checkpoint, RUN@STEP, from which the trial is a decay branch."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +84,7 @@ class TrialTask(Ranks):
 
 ROXXEL = (sys.executable, "-u", "-m", "roxxel_dist")
 GRACE_S = 12
-"""What a launcher gives its ranks to save: less than what a trial gets to end."""
+"""Seconds that a launcher gives its ranks to save: less than what a trial gets to end."""
 STOP_LIMIT_S = 15.0
 """Seconds to save, for a program that was asked to stop."""
 LOCK_LIMIT_S = 30.0
@@ -114,25 +119,23 @@ def launch_command(
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables and `more`, without those that identify a launched rank or a W&B run.
-
-    Also without those that are for Ray's workers alone; a trial has the worker's devices and its key.
-    """
+    """The variables of this process and `more`, without those that identify a launched rank or a W&B run, and without
+    those that are for Ray's workers alone; a trial has the worker's devices and its key."""
     dropped = (*CONTRACT, *IDENTITY, *OF_WORKERS)
     own = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**own, "PYTHONUNBUFFERED": "1", **more}
 
 
-def prompt_reports() -> dict[str, str]:
-    """A variable that makes a W&B client write its file soon, and not every 15 s; a choice of the user's stays."""
-    return {FLUSH_ENV: os.environ.get(FLUSH_ENV, f"{FLUSH_S:g}")}
+def client_environment(folder: Path) -> dict[str, str]:
+    """Variables of a W&B client, whose runs are kept in a folder: it writes its file soon, and not every 15 s; a choice
+    of the user's stays."""
+    flush_s = os.environ.get(FLUSH_ENV, f"{FLUSH_S:g}")
+    return {"WANDB_DIR": str(folder), "WANDB_ERROR_REPORTING": "false", FLUSH_ENV: flush_s}
 
 
 class TrialProcess:
     """A program, as a process tree that ends with this process; what it writes is appended to a log, below a title.
-
-    Raises ChildProcessError where it cannot be started.
-    """
+    Raises ChildProcessError where it cannot be started."""
 
     def __init__(
         self,
@@ -151,7 +154,7 @@ class TrialProcess:
             limits = (LINGER_S, Limits().guard_kill_s)
             self._tree = SpawnedTree(command, environment, file.fileno(), directory, *limits)
         self.pid: int = self._tree.keeper
-        """Of its keeper, the parent of the program."""
+        """The process id of its keeper, the parent of the program."""
 
     def wait(self, limit_s: float) -> int | None:
         """Wait until nothing is left of it; the exit code (128 + N for signal N), or None after `limit_s` seconds."""

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
-from roxxel_dist.sweep.trial.process import TrialTask, environment, launch_command, prompt_reports
+from roxxel_dist.sweep.trial.process import TrialTask, client_environment, environment, launch_command
 from roxxel_dist.sweep.trial.tail import MARK, trial_token
 
 CONFIG_ENV = "ROXXEL_TRIAL_PARAMETERS"
@@ -25,7 +24,9 @@ DEFAULT_COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 OURS = "train_sweep.py"
 MACRO = re.compile(r"\$\{(.*)\}")
 ENVVAR = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
-PARAMETERS, PARAMETERS_JSON, ENDED = "parameters.yaml", "parameters.json", "ended.json"
+PARAMETERS, PARAMETERS_JSON = "parameters.yaml", "parameters.json"
+ENDED = "ended.json"
+"""The file in the folder of a trial whose program has ended well: it is not run again."""
 RANK_PROGRAM = "roxxel_dist.sweep.trial.program"
 
 
@@ -41,7 +42,6 @@ def command_of(
     program: str | None, command: Sequence[str] | None, directory: str | Path | None = None
 ) -> list[str] | None:
     """The words of a sweep's own program, macros and all; None where its trials are trainings of a Config.
-
     `train_sweep.py` stands for such a training, where no file of that name does something else.
 
     Raises ValueError where there is no such program in the directory (None: that of this process).
@@ -104,11 +104,9 @@ def prepare(task: TrialTask, folder: Path) -> tuple[list[str], dict[str, str]]:
     words = expand(task.program or (), params, folder / PARAMETERS_JSON)
     own = {
         "WANDB_MODE": "online" if task.config.get("wandb") == "online" else "offline",
-        "WANDB_DIR": str(folder),
         PARAMETERS_ENV: str(folder / PARAMETERS),
         "WANDB_RUN_GROUP": folder.parent.parent.name,
-        "WANDB_ERROR_REPORTING": "false",
-        **prompt_reports(),
+        **client_environment(folder),
         **({"WANDB_PROJECT": task.config["wandb_project"]} if task.config.get("wandb_project") else {}),
         **task.environment,
     }
@@ -117,16 +115,6 @@ def prepare(task: TrialTask, folder: Path) -> tuple[list[str], dict[str, str]]:
         words = ["/usr/bin/env", sys.executable, "-m", RANK_PROGRAM, *words]
         own[CONFIG_ENV] = json.dumps(wandb_config)
     return launch_command(task, words, env=own), environment(own)
-
-
-def note_end(folder: Path) -> None:
-    """Remember that the program has ended well: it is not run again."""
-    write_file(folder / ENDED, '{"exit_code": 0}\n')
-
-
-def has_ended(folder: Path) -> bool:
-    """Whether `note_end` was called."""
-    return (folder / ENDED).exists()
 
 
 def main(words: Sequence[str]) -> NoReturn:

@@ -1,7 +1,5 @@
-"""What a trial reports, read while it runs: from the metrics of its run directory, or from the W&B run of its rank 0.
-
-That run is wherever the user's program lets the client put it.
-"""
+"""Reports of a trial, read while it runs: from the metrics of its run directory, or from the W&B run of its rank 0,
+wherever the user's program lets the client put it."""
 
 import json
 import math
@@ -20,7 +18,7 @@ from roxxel_dist.place.directory import METRICS, SUMMARY
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.sweep.space.distributions import is_finite, is_number
 from roxxel_dist.sweep.space.values import excerpt
-from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
+from roxxel_dist.train.log.csv_jsonl import DIGEST, Tail
 
 Report = tuple[int, float]
 SUMMARIZED = {
@@ -35,20 +33,15 @@ SUMMARIZED = {
 
 
 class MetricsTail:
-    """Follows `metrics.jsonl` of a run.
+    """The reports in `metrics.jsonl` of a run, whose directory need not exist yet.
 
-    Args:
-        run: the run directory; it need not exist yet.
-        metric: whose values are wanted.
-        weights: of the logged metrics of which it is a mean; empty where it is logged itself.
-
-    Attributes:
-        names: of all metrics that came.
-        losses: by step, what each of the metrics of `weights` was; its name is that of its data set.
+    `weights` are of the logged metrics of which `metric` is a mean; empty where it is logged itself. Attributes:
+    `names` of all metrics that came; `losses`, by step, what each of the metrics of `weights` was, by the name of its
+    data set.
     """
 
     def __init__(self, run: Path, metric: str, weights: Mapping[str, float] | None = None) -> None:
-        self._run, self._metric, self._log = run, metric, JsonlReader(run / METRICS)
+        self._run, self._metric, self._log = run, metric, Tail(run / METRICS)
         self._weights = weights or {}
         self.losses: dict[int, dict[str, float]] = {}
         self._rows: dict[int, dict[str, Any]] = {}
@@ -57,20 +50,16 @@ class MetricsTail:
         self.names: set[str] = set()
 
     def read(self, *, last: bool = False) -> list[Report]:
-        """(step, value) for each new value of the metric, in order of steps; one that is not finite is NaN.
+        """(step, value) for each new value of the metric, in order of steps; one that is not finite is NaN. `last`: the
+        run has ended, this is the last call.
 
         A run evaluates after step 1 too, where all trials are alike. That value is a report only if the next one is of
         step 2, or if there is no other.
-
-        Args:
-            last: the run has ended, this is the last call.
         """
-        if self._log.replaced():  # a run that goes on cuts its log to its checkpoint
-            self._log.restart()
         reports: list[Report] = []
-        for row in self._log.objects():
+        for row in self._log.rows():  # from the first again where a run that goes on has cut its log to its checkpoint
             row.pop(DIGEST, None)  # no metric
-            step = int(row.pop("step") or 0)
+            step = int(row.pop("step", None) or 0)
             reports += self._add(step, row, self._value(step, row))
         if reports and reports[0][0] == 1 and math.isfinite(reports[0][1]):
             self._first = [reports.pop(0)]
@@ -96,7 +85,7 @@ class MetricsTail:
         return None
 
     def missing_message(self) -> str:
-        """What the run logged instead of the metric, and what to change."""
+        """A message: what the run logged instead of the metric, and what to change."""
         logged = f"it logged {', '.join(sorted(self.names))}" if self.names else "it logged nothing"
         if absent := sorted(self._weights.keys() - self.names):
             return f"{logged}, and not {', '.join(absent)}: name those sets in `validation`, or leave out their weights"
@@ -112,7 +101,7 @@ class MetricsTail:
         return [(step, value)]
 
     def summarize(self) -> dict[str, Any]:
-        """How far the run came, its last losses, most memory, usual speed and size, where it has them."""
+        """The steps that the run came to, its last losses, most memory, usual speed and size, where it has them."""
         summary: dict[str, Any] = {"steps": max(self._rows)} if self._rows else {}
         for name, choose in SUMMARIZED.items():
             values = [row[name] for _, row in sorted(self._rows.items()) if isinstance(row.get(name), int | float)]
@@ -122,10 +111,6 @@ class MetricsTail:
         except (OSError, ValueError):
             return summary
         return summary | {name: written[name] for name in ("parameters", "trainable_parameters") if name in written}
-
-    def close(self) -> None:
-        """Close the file."""
-        self._log.close()
 
 
 MARK = "_roxxel"
@@ -137,17 +122,13 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 class WandbFile:
-    """What a W&B client writes beside a run, offline or online (`run-ID.wandb`), read while it is written.
+    """The file that a W&B client writes beside a run, offline or online (`run-ID.wandb`), read while it is written.
 
-    The file is a log as LevelDB has it: blocks of 32 KiB, in them pieces with a header of 7 bytes (checksum, length,
-    kind), where a record may be several pieces. A record is a protocol buffer of the client's own schema. The client
-    writes what it has every second (`process.prompt_reports`; by itself every 15 s), and at the end.
-
-    Attributes:
-        run_id: of the run; None until the client has written it.
-        config: of the run as it began, with the entries that begin with `_`.
-        summary: of the run, as it stands.
-        exit_code: of the program, once the client has written it.
+    It is a log as LevelDB has it: blocks of 32 KiB, in them pieces with a header of 7 bytes (checksum, length, kind),
+    where a record may be several pieces. A record is a protocol buffer of the client's own schema. The client writes
+    what it has every second (`process.client_environment`; by itself every 15 s), and at the end. Attributes: `run_id`,
+    None until the client has written it; `config` of the run as it began, with the entries that begin with `_`;
+    `summary` as it stands; `exit_code` of the program, once the client has written it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -160,10 +141,7 @@ class WandbFile:
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """(step, what was logged) of all that has come since the last call; the run's id and config come before these.
-
-        Raises:
-            ValueError: this is no such file, or a damaged one.
-        """
+        Raises ValueError for a file of another kind, or a damaged one."""
         from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
         for data in self._records():
@@ -231,7 +209,7 @@ TOKEN = "token"
 """The file of a trial's folder with the name by which its runs are known."""
 KINDS = {str: "a text", bool: "a truth value", list: "a list", dict: "a mapping, whose numbers have names with points"}
 SEARCH_S = 2.0
-"""How often the folders below the program's own are looked through for its runs."""
+"""Seconds between searches of the folders below the program's own for its runs."""
 
 
 def trial_token(folder: Path) -> str:
@@ -245,18 +223,13 @@ def trial_token(folder: Path) -> str:
 
 
 class WandbTail(MetricsTail):
-    """Follows the W&B runs of a trial's rank 0, of all its attempts.
+    """The reports in the W&B runs of a trial's rank 0, of all its attempts.
 
-    They are in `wandb/` of the trial's folder, or, where the program gives `wandb.init` a `dir`, in `wandb/` of the
-    program's working folder or of one directly below it. A run belongs to the trial by the mark in its config, which
-    also names the rank, or by the id that an agent has given it. A run without a mark in the trial's folder is that of
-    rank 0. Dots separate the levels in the name of a nested metric.
-
-    Args:
-        run: the folder of the trial.
-        metric: whose values are wanted.
-        directory: where its program runs.
-        agents_run: of a trial that W&B's agent starts, the id of its run, once it is known; None: the mark says it.
+    They are in `wandb/` of `run`, the trial's folder, or, where the program gives `wandb.init` a `dir`, in `wandb/` of
+    `directory`, in which the program runs, or of a folder directly below it. A run belongs to the trial by the mark in
+    its config, which also names the rank, or by the id that an agent has given it (`agents_run`, None until it is
+    known). A run without a mark in the trial's folder is that of rank 0. Dots separate the levels in the name of a
+    nested metric.
     """
 
     def __init__(
@@ -271,9 +244,9 @@ class WandbTail(MetricsTail):
         self._elsewhere: list[Path] = []
         self._other_ranks: set[int] = set()
         self._unusable: str | None = None
-        """What the metric was logged as, where that is no number."""
+        """The value that the metric was logged as, where that is no number."""
         self._reporting: dict[str, set[str]] = {}
-        """By attempt, the ids of the runs that have logged the metric."""
+        """The ids of the runs that have logged the metric, by attempt."""
 
     def read(self, *, last: bool = False) -> list[Report]:
         """The new reports, as of `MetricsTail.read`; what was only put into the summary comes with the last call."""
@@ -319,7 +292,7 @@ class WandbTail(MetricsTail):
         return None
 
     def missing_message(self) -> str:
-        """What the program logged instead of the metric, and what to change."""
+        """A message: what the program logged instead of the metric, and what to change."""
         if self._unusable is not None:
             return f"it logged {self._metric!r} as {self._unusable}: log a number"
         if self._runs():
@@ -393,7 +366,7 @@ def _run_files(folder: Path) -> list[Path]:
 
 
 def _begun(path: Path) -> str:
-    """What orders files of runs: the folder of a run has the second of its start in its name."""
+    """The key that orders files of runs: the folder of a run has the second of its start in its name."""
     return path.parent.name.removeprefix("offline-")
 
 

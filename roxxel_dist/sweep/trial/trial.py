@@ -13,6 +13,7 @@ from typing import Any
 
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, read_cursor
 from roxxel_dist.place.directory import LOCK, is_held
+from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.file_lock import holder
 from roxxel_dist.process.process_stat import AwakeClock
 from roxxel_dist.settings.config import Config, flat_fields
@@ -28,7 +29,7 @@ from roxxel_dist.sweep.trial.process import (
     environment,
     launch_command,
 )
-from roxxel_dist.sweep.trial.program import has_ended, note_end, prepare
+from roxxel_dist.sweep.trial.program import ENDED, prepare
 from roxxel_dist.sweep.trial.tail import MetricsTail, WandbTail
 
 HEADS = ("n_heads", "head_size")
@@ -41,21 +42,15 @@ def config_of(
     swept: Collection[str] | None = None,
     groups: Mapping[int, Sequence[int]] | None = None,
 ) -> Any:
-    """The checked `Config` of a trial.
+    """The checked `Config` of a trial, of the fields of a base, flat or in sections, and of its parameters, fields too.
 
-    Where a sweep varies the width or the heads of a model, the `n_heads` and `head_size` of the base, which were chosen
-    for its width, give way: those that the sweep does not give are derived, such that n_heads x head_size is dim and
-    kv_heads divides n_heads. W&B's runs are written offline where the base does not say otherwise. Shares and ends of
-    phases (mixture.1.code, phase_end.1) go into the phases of the base, whose passes are then apart.
-
-    Args:
-        base: fields of a Config, flat or in sections; the others have their defaults.
-        params: of the trial, fields too. A mapping for a field that holds one (`model_args`) goes into the base's.
-        swept: the names of all parameters of the sweep; by default those of `params`.
-        groups: the phases that have the shares of mixture.P.NAME, by P; that one alone where not given.
-
-    Raises:
-        ValueError: no such field (names the nearest one), or a value breaks its rule (names field, value and rule).
+    A mapping for a field that holds one (`model_args`) goes into the base's. Where a sweep, whose parameters are
+    `swept` (by default those of `params`), varies the width or the heads of a model, the `n_heads` and `head_size` of
+    the base, which were chosen for its width, give way: those that the sweep does not give are derived, such that
+    n_heads x head_size is dim and kv_heads divides n_heads. W&B's runs are written offline where the base does not say
+    otherwise. Shares and ends of phases (mixture.1.code, phase_end.1) go into the phases of the base, whose passes are
+    then apart; `groups` has the phases with the shares of mixture.P.NAME, by P. Raises ValueError for no such field
+    (names the nearest one), and for a value that breaks its rule (names field, value and rule).
     """
     fields, params = flat_fields(base), flat_fields(flatten_phase_params(params), "parameters")
     of_phases = {name: value for name, value in params.items() if is_of_phases(name)}
@@ -79,8 +74,8 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
     last one of `result`, `fail` (its own fault: kind, reason, log), `lost` (a machine's fault: it can resume from its
     checkpoint) and `fatal` (the disk is full: no trial can go on). `{"note": {"text"}}` is a line for people. A
     finished run yields its reports and its result at once. When the generator is closed, or interrupted, the training
-    is asked to stop, saves, and is killed after 15 s.
-    Relative paths start at the task's "directory", or else at that of this process.
+    is asked to stop, saves, and is killed after 15 s. Relative paths start at the task's "directory", or else at that
+    of this process.
     """
     task = TrialTask(**fields)
     folder, own = Path(task.run_dir), bool(task.program)
@@ -92,33 +87,30 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
     if own:
         tail = WandbTail(folder.absolute(), task.metric, directory)
     objective = Objective(task, tail)
+    if (folder / ENDED).exists() if own else read_cursor(folder).get("finished"):  # its end is not yet in the journal
+        yield from objective.reports(last=True)
+        yield objective.result(None)
+        return
     try:
-        if has_ended(folder) if own else read_cursor(folder).get("finished"):  # its end is not yet in the journal
-            yield from objective.reports(last=True)
-            yield objective.result(None)
-            return
-        try:
-            command, env = (prepare if own else _prepare)(task, folder)
-        except ValueError as error:
-            yield failure_event(task, "error", str(error))
-            return
-        if task.corpus is not None:
-            from roxxel_dist.sweep.trial.corpus import wait_for_shards  # numpy
+        command, env = (prepare if own else _prepare)(task, folder)
+    except ValueError as error:
+        yield failure_event(task, "error", str(error))
+        return
+    if task.corpus is not None:
+        from roxxel_dist.sweep.trial.corpus import wait_for_shards  # numpy
 
-            if reason := wait_for_shards(task, config_file(task)):
-                yield failure_event(task, "fatal" if disk_full(reason) else "error", disk_full(reason) or reason)
-                return
-        if task.attempt and not own and task.run_url is None and not any((folder / CHECKPOINTS).glob("*")):
-            yield {"note": {"text": f"it starts from step 1 again: there is no checkpoint in {folder / CHECKPOINTS}"}}
-        code, output, stopped = yield from follow(task, command, env, objective)
-        if code == 0 and own and not (stopped or objective.is_over):
-            note_end(folder)
-        if code == 0 or stopped or objective.is_over:
-            yield objective.result(stopped)
-        else:
-            yield failure_event(task, *classify_exit(code, output, ours=not own or task.count > 1))
-    finally:
-        objective.tail.close()
+        if reason := wait_for_shards(task, config_file(task)):
+            yield failure_event(task, "fatal" if disk_full(reason) else "error", disk_full(reason) or reason)
+            return
+    if task.attempt and not own and task.run_url is None and not any((folder / CHECKPOINTS).glob("*")):
+        yield {"note": {"text": f"it starts from step 1 again: there is no checkpoint in {folder / CHECKPOINTS}"}}
+    code, output, stopped = yield from follow(task, command, env, objective)
+    if code == 0 and own and not (stopped or objective.is_over):
+        write_file(folder / ENDED, '{"exit_code": 0}\n')
+    if code == 0 or stopped or objective.is_over:
+        yield objective.result(stopped)
+    else:
+        yield failure_event(task, *classify_exit(code, output, ours=not own or task.count > 1))
 
 
 def follow(
@@ -128,13 +120,9 @@ def follow(
     objective: "Objective",
     look: Callable[[], Event | None] = lambda: None,
 ) -> Generator[Event, None, tuple[int, str, str | None]]:
-    """Run a program; yield its start, its reports, and what `look` has to say while it runs.
-
-    Returns (exit code, output, "time" where its time was over).
-
-    It is ended when its time is over, when the metric is no number or comes from several runs, and when this generator
-    is closed or interrupted.
-    """
+    """Run a program; yield its start, its reports, and what `look` has to say while it runs; return (exit code, output,
+    "time" where its time was over). It is ended when its time is over, when the metric is no number or comes from
+    several runs, and when this generator is closed or interrupted."""
     limit = time.monotonic() + (task.max_time_s or math.inf)
     title = f"trial {task.trial}, attempt {task.attempt}"
     try:
@@ -157,12 +145,8 @@ def follow(
 
 
 class Objective:
-    """The reports of a trial, and its best value.
-
-    Attributes:
-        best: the best value; None before the first.
-        is_nan: whether the metric came as no finite number.
-    """
+    """The reports of a trial; `best` is the best value, None before the first, and `is_nan` says whether the metric
+    came as no finite number."""
 
     def __init__(self, task: TrialTask, tail: MetricsTail) -> None:
         self._task = task

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from roxxel_dist.process.durable import put_back, write_file
 from roxxel_dist.process.exit_codes import UserError
@@ -114,64 +114,118 @@ def _lines(rows: list[list[Any]]) -> str:
     return text.getvalue()
 
 
-class JsonlReader:
-    """Follows a `metrics.jsonl` that is being written, perhaps by another process; from its beginning."""
+MARK_BYTES = 1024
+"""Bytes before the place that was read to, by which a file is known again."""
+
+
+class Tail:
+    """A growing file of lines, read in portions: each complete line once.
+
+    A file is the same as long as the bytes before the place that was read to are: a copy of it that has grown
+    continues, and a file that was cut off, or written again, starts anew.
+
+    Args:
+        path: the file, which need not exist.
+
+    Attributes:
+        restarted: whether the last call started again: the first call, or another file.
+        size: the bytes of the file at the last call.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._torn, self._lines = path, b"", 0
-        self._file: BinaryIO | None = None
+        self.path: Path = path
+        self.restarted: bool = False
+        self.size: int = 0
+        self._offset, self._torn, self._mark, self._begun, self._count = 0, b"", b"", False, 0
 
-    def restart(self) -> None:
-        """Read from the beginning again: the file was replaced."""
-        self.close()
-        self._torn, self._lines = b"", 0
+    def objects(self, most: int | None = None) -> list[dict[str, Any]]:
+        """The JSON objects of the new lines; other lines are skipped, and a file that cannot be read has none. `most`:
+        bytes that are read at most."""
+        try:
+            return json_objects(self._lines(most))
+        except OSError:
+            self._begun, self._offset, self.size = False, 0, 0
+            return []
 
-    def replaced(self) -> bool:
-        """Whether the file that is being read is no longer the one of that name."""
-        if self._file is None:
-            return False
-        here = os.fstat(self._file.fileno())
-        return not (self._path.exists() and os.path.samestat(here, self._path.stat()))
+    def rows(self) -> list[dict[str, Any]]:
+        """The JSON objects of the new lines; none where there is no file.
 
-    def rows(self) -> Iterator[dict[str, float]]:
-        """The rows that have come since the last call; without what was not finite, and without the digest."""
-        for row in self.objects():
-            yield {name: value for name, value in row.items() if value is not None and name != DIGEST}
+        Raises:
+            UserError: a line is no object.
+            UnreadableLogError: the file cannot be read.
+        """
+        with _readable(self.path):
+            lines = self._lines() if self.path.exists() else []
+        rows = json_objects(lines)
+        if len(rows) != len(lines):
+            first = self._count - len(lines) + 1
+            number, line = next((at, line) for at, line in enumerate(lines, first) if len(json_objects([line])) != 1)
+            shown = line[:60].decode("utf-8", "replace")
+            raise UserError(f"{self.path}, line {number}: {shown!r} is no JSON object: take the line out")
+        return rows
 
-    def objects(self) -> Iterator[dict[str, Any]]:
-        """The same with the digest, and None for a metric that was not finite. Raises ValueError where a line is no
-        row."""
-        if self._file is None:
-            if not self._path.exists():
-                return
-            with _readable(self._path):
-                self._file = self._path.open("rb")
-        *lines, self._torn = (self._torn + self._file.read()).split(b"\n")
-        for line in lines:
-            self._lines += 1
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict):
-                shown = line[:60].decode("utf-8", "replace")
-                raise UserError(f"{self._path}, line {self._lines}: {shown!r} is no JSON object: take the line out")
-            yield row
+    def _lines(self, most: int | None = None) -> list[bytes]:
+        """The new lines, without line ends. Raises OSError where the file cannot be read."""
+        self.restarted = False
+        with self.path.open("rb", buffering=0) as file:
+            self.size = os.fstat(file.fileno()).st_size
+            if not self._begun or not self._is_same(file.fileno()):
+                self.restarted = self._begun = True
+                self._torn, self._mark, self._offset, self._count = b"", b"", 0, 0
+            wanted = self.unread_bytes
+            data = os.pread(file.fileno(), wanted if most is None else min(wanted, most), self._offset)
+        self._offset += len(data)
+        self._mark = (self._mark + data)[-MARK_BYTES:]
+        *lines, self._torn = (self._torn + data).split(b"\n")
+        self._count += len(lines)
+        return lines
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+    def _is_same(self, file: int) -> bool:
+        return (
+            self.size >= self._offset and os.pread(file, len(self._mark), self._offset - len(self._mark)) == self._mark
+        )
+
+    @property
+    def unread_bytes(self) -> int:
+        """The bytes of the file that were not read yet."""
+        return self.size - self._offset
+
+    def end(self, most: int) -> list[dict[str, Any]]:
+        """The JSON objects of the last `most` bytes of the file, wherever it was read to."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                data = os.pread(file.fileno(), most, max(0, size - most))
+        except OSError:
+            return []
+        lines = data.split(b"\n")[:-1]
+        return json_objects(lines[1:] if size > most else lines)
+
+
+def json_objects(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The JSON objects in lines; other lines are skipped."""
+    try:
+        rows: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")  # one call is a third of the work
+    except (ValueError, RecursionError):
+        rows = [row for line in lines for row in _values(line)]
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _values(line: bytes) -> list[Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        return [json.loads(line)]
+    return []
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """The whole rows of a `metrics.jsonl`, as `JsonlReader.rows` gives them; none where there is no file."""
-    reader = JsonlReader(path)
-    try:
-        return list(reader.rows())
-    finally:
-        reader.close()
+    """The rows of a `metrics.jsonl`, without what was not finite, and without digests; none where there is no file.
+
+    Raises what `Tail.rows` raises.
+    """
+    return [
+        {name: value for name, value in row.items() if value is not None and name != DIGEST}
+        for row in Tail(path).rows()
+    ]
 
 
 def keep_rows(path: Path, last_step: float, step_of: Callable[[str], int], header: bool = False) -> None:

@@ -1,7 +1,5 @@
 """`top --metrics`: the numbers of runs, jobs and studies as OpenMetrics text, served on this machine with a token.
-
-(https://prometheus.io/docs/specs/om/open_metrics_spec/)
-"""
+(https://prometheus.io/docs/specs/om/open_metrics_spec/)"""
 
 import math
 import os
@@ -10,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Literal
@@ -32,10 +29,7 @@ FAMILIES: Mapping[str, tuple[Kind, str]] = {
     "roxxel_train_loss": ("gauge", "The newest logged loss of a training step."),
     "roxxel_val_loss": ("gauge", "The loss of the newest validation."),
     "roxxel_best_val_loss": ("gauge", "The smallest loss of a validation."),
-    "roxxel_tokens_per_second": (
-        "gauge",
-        "The newest logged rate of the whole run: computed tokens.",
-    ),
+    "roxxel_tokens_per_second": ("gauge", "The newest logged rate of the whole run: computed tokens."),
     "roxxel_logged": ("gauge", "The newest value of each logged metric, by its name."),
     "roxxel_goodput_ratio": ("gauge", "Share of the time in steps that are done for the first time."),
     "roxxel_spent_seconds": ("gauge", "Where the time went: training, repeated, saving and so on."),
@@ -54,13 +48,8 @@ UNITS = ("seconds", "ratio")
 """The last word of a name whose family has a unit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One number."""
-
-    family: str
-    labels: Mapping[str, str]
-    value: float
+Sample = tuple[str, Mapping[str, str], float]
+"""A number: its family, its labels, its value."""
 
 
 def exposition(states: Sequence[State]) -> str:
@@ -68,7 +57,7 @@ def exposition(states: Sequence[State]) -> str:
     families: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
     for state in states:
         for sample in _samples(state):
-            families[sample.family].append(sample)
+            families[sample[0]].append(sample)
     lines: list[str] = []
     for name, samples in families.items():
         if samples:
@@ -76,7 +65,7 @@ def exposition(states: Sequence[State]) -> str:
             suffix = {"counter": "_total", "info": "_info"}.get(kind, "")
             lines += [f"# TYPE {name} {kind}", f"# HELP {name} {text}"]
             lines += [f"# UNIT {name} {unit}" for unit in UNITS if name.endswith(f"_{unit}")]
-            lines += [f"{name}{suffix}{_labels(sample.labels)} {_number(sample.value)}" for sample in samples]
+            lines += [f"{name}{suffix}{_labels(labels)} {_number(value)}" for _, labels, value in samples]
     return "\n".join([*lines, "# EOF", ""])
 
 
@@ -92,13 +81,13 @@ def _samples(state: State) -> Iterator[Sample]:
         labels = {"study": state.study.place}
         yield from _known_samples(labels, roxxel_active=float(is_active(state)))
         for name, count in state.study.counts().items():
-            yield Sample(family="roxxel_study_trials", labels={**labels, "state": name}, value=count)
+            yield "roxxel_study_trials", {**labels, "state": name}, count
         yield from _known_samples(labels, roxxel_study_best=next((trial.value for trial in state.study.done), None))
 
 
 def _of_run(state: RunState) -> Iterator[Sample]:
     labels = {"run": state.name, "run_id": state.job}  # `job` is a label of Prometheus' own
-    yield Sample(family="roxxel_run", labels={**labels, "path": state.path, "title": state.title}, value=1.0)
+    yield "roxxel_run", {**labels, "path": state.path, "title": state.title}, 1.0
     saved = [checkpoint.step for checkpoint in state.checkpoints if not checkpoint.set_aside]
     yield from _known_samples(
         labels,
@@ -115,9 +104,9 @@ def _of_run(state: RunState) -> Iterator[Sample]:
         roxxel_checkpoint_step=max(saved, default=None),
     )
     for name, value in state.row.items():
-        yield Sample(family="roxxel_logged", labels={**labels, "metric": name}, value=value)
+        yield "roxxel_logged", {**labels, "metric": name}, value
     for name, seconds in state.spent.items():
-        yield Sample(family="roxxel_spent_seconds", labels={**labels, "activity": name}, value=seconds)
+        yield "roxxel_spent_seconds", {**labels, "activity": name}, seconds
     if state.job:
         yield from _of_job(labels, state.restarts, state.ranks)
 
@@ -131,9 +120,7 @@ def _of_job(labels: Mapping[str, str], restarts: Sequence[Restart], ranks: Seque
 
 
 def _known_samples(labels: Mapping[str, str], **values: float | None) -> Iterator[Sample]:
-    for family, value in values.items():
-        if value is not None:
-            yield Sample(family=family, labels=labels, value=value)
+    yield from ((family, labels, value) for family, value in values.items() if value is not None)
 
 
 def _labels(labels: Mapping[str, str]) -> str:
@@ -161,12 +148,8 @@ LEAST = 16
 
 
 class Scrapes:
-    """The text of a scrape. Thread-safe.
-
-    Args:
-        find: finds the items. A ValueError means that there are none.
-        all_items: also those that had ended before the first scrape.
-    """
+    """The text of a scrape. Thread-safe. `find` finds the items; its ValueError means that there are none. `all_items`:
+    also those that had ended before the first scrape."""
 
     def __init__(self, find: Callable[[], Sequence[Item]], *, all_items: bool) -> None:
         self._find, self._all = find, all_items
@@ -185,8 +168,12 @@ class Scrapes:
 
     def _read(self) -> list[State]:
         found: Sequence[Item] = []
-        with suppress(ValueError):
+        try:
             found = self._find()
+        except OSError:  # a folder is being deleted or created: the items stay
+            found = self._items
+        except ValueError:
+            pass
         self._items = keep_readers(self._items, found)
         states, deadline = list[State](), time.thread_time() + SLICE_S
         for item in self._items:
@@ -198,11 +185,8 @@ class Scrapes:
 
 
 class MetricsServer(TokenServer):
-    """Serves the text of scrapes at `PATH`, to requests with the header `Authorization: Bearer TOKEN`.
-
-    Raises:
-        ValueError: the port is not available.
-    """
+    """A server of the text of scrapes at `PATH`, to requests with the header `Authorization: Bearer TOKEN`. Raises
+    ValueError where the port is not available."""
 
     def __init__(self, scrapes: Scrapes, port: int, token: str) -> None:
         self.scrapes: Scrapes = scrapes

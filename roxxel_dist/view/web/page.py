@@ -25,11 +25,11 @@ SCRIPTS = (
     "uPlot.iife.min.js", "dom.js", "chart.js", "table.js", "parallel.js", "parts.js", "mixture.js", "versus.js",
     "views.js", "page.js",
 )  # fmt: skip
-"""In this order: each uses those before it."""
+"""Scripts in an order in which each uses those before it."""
 LIVE = '{"live":true}'
 PAGE = "report.html"
 LARGE = 200
-"""From this number of trials, pictures take seconds, so a message is printed first."""
+"""The number of trials from which pictures take seconds, so that a message is printed first."""
 MARK = re.compile(r"\{\{(\w+)\}\}")
 """The pattern of placeholders in the template."""
 
@@ -77,9 +77,7 @@ def write_runs(runs: Sequence[Run], folder: Path) -> Path:
 
 def write_study(study: Study, folder: Path, log: Callable[[str], None]) -> tuple[Path, str]:
     """Write the page of a study, and its pictures, into a folder: (the page, a message if no pictures could be drawn).
-
-    `log` is called with a line if it takes long.
-    """
+    `log` is called with a line if it takes long."""
     from roxxel_dist.sweep.report.mixture import mixtures_of
     from roxxel_dist.sweep.report.plots import draw, importances
 

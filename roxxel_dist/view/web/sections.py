@@ -114,7 +114,7 @@ def _study(state: StudyState, brief: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _scale(distribution: Distribution) -> dict[str, Any]:
-    """How an axis of a parameter is drawn: its choices, or "log" and the ends where it has some."""
+    """The form of the axis of a parameter: its choices, or "log" and the ends where it has some."""
     choices = distribution.choices
     if choices is not None and len(choices) <= MOST_CHOICES:
         return {"choices": [_for_page(choice) for choice in choices]}
@@ -167,10 +167,8 @@ def _ranks(ranks: Sequence[RankState], restarts: Sequence[Restart]) -> dict[str,
 
 
 def columns(buckets: Sequence[Bucket]) -> list[list[Any]]:
-    """[steps, values], or [steps, means, least, largest] where a bucket has several rows.
-
-    The first and the last row are points of their own. Numbers have as many digits as a screen can show.
-    """
+    """[steps, values], or [steps, means, least, largest] where a bucket has several rows. The first and the last row
+    are points of their own. Numbers have as many digits as a screen can show."""
     if all(bucket.rows == 1 for bucket in buckets):
         return [[bucket.begin for bucket in buckets], [_digits(bucket.first) for bucket in buckets]]
     first, last = buckets[0], buckets[-1]

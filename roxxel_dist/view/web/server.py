@@ -1,8 +1,6 @@
-"""Servers with a token: the base of all, and that of the page, with the one reading for all who look. Read-only.
-
-A request with another host name (DNS rebinding by a page of another site), without the right token, or for an unknown
-path, gets a line of text without information.
-"""
+"""Servers with a token: the base of all, and that of the page, with the one reading for all who look. Read-only. A
+request with another host name (DNS rebinding by a page of another site), without the right token, or for an unknown
+path, gets a line of text without information."""
 
 import contextlib
 import getpass
@@ -41,11 +39,8 @@ class _Reading:
 
 
 class Feed:
-    """The items of a page. Thread-safe: one thread reads, and the others get its result.
-
-    Args:
-        find: finds the items; called every `NEW_S` seconds to detect new runs. Raises ValueError if there are none.
-    """
+    """The items of a page. Thread-safe: one thread reads, and the others get its result. `find` finds the items, every
+    `NEW_S` seconds, to detect new runs; it raises ValueError if there are none."""
 
     def __init__(self, find: Callable[[], Sequence[Item]]) -> None:
         self._find = find
@@ -87,6 +82,8 @@ class Feed:
             return
         try:
             found = self._find()
+        except OSError:  # a folder is being deleted or created: the items stay
+            found = [*self._items.values()]
         except ValueError:
             if not self._items:
                 raise
@@ -139,17 +136,8 @@ HEADERS = {
 
 
 class TokenServer(ThreadingHTTPServer):
-    """Answers requests that have its token until it is shut down.
-
-    Args:
-        handler: answers a request.
-        host: the address that it listens on.
-        port: 0 for a free one.
-        token: empty for a new one.
-
-    Raises:
-        ValueError: the address or the port is not available.
-    """
+    """A server that answers requests that have its token until it is shut down. Port 0 is a free one, an empty token a
+    new one. Raises ValueError where the address or the port is not available."""
 
     daemon_threads = True
     block_on_close = False
@@ -228,7 +216,7 @@ class TokenServer(ThreadingHTTPServer):
 
 
 class TokenHandler(BaseHTTPRequestHandler):
-    """Answers a request that names this server and has its token. A subclass has the pages."""
+    """A handler that answers a request that names this server and has its token. A subclass has the pages."""
 
     server: TokenServer  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version: str = "roxxel-dist"
@@ -297,16 +285,7 @@ class TokenHandler(BaseHTTPRequestHandler):
 
 
 class PageServer(TokenServer):
-    """Serves the page of a feed until it is shut down.
-
-    Args:
-        feed: the items to show.
-        host: the address that it listens on.
-        port: 0 for a free one.
-
-    Raises:
-        ValueError: the address or the port is not available.
-    """
+    """A server of the page of a feed. Raises as `TokenServer`."""
 
     def __init__(self, feed: Feed, host: str = LOOPBACK, port: int = 0) -> None:
         self.feed: Feed = feed
