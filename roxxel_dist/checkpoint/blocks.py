@@ -145,6 +145,8 @@ def read_header(path: Path) -> Header | None:
             return None
         try:
             magic, offset, length, text = PREAMBLE.unpack(data)
+            if offset + length > os.fstat(file.fileno()).st_size:  # else there may be no memory to read so much
+                raise DamagedFile("its header")
             file.seek(offset)
             header = file.read(length)
             if magic != MAGIC or digest(header).encode() != text:

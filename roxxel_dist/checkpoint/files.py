@@ -146,9 +146,12 @@ def set_aside(checkpoint: Path) -> Path:
     return aside
 
 
-def sweep(folder: Path) -> None:
-    """Delete the temporary folders of interrupted saves; the caller must hold the lock of `folder`. Raises OSError."""
-    for path in folder.glob(f"*{TEMPORARY}*"):
+def sweep(folder: Path, store: str = "") -> None:
+    """Delete the temporary folders of interrupted saves and deletions; of the saves of one `store` where it is named.
+
+    The caller must hold the lock of `folder`. Raises OSError.
+    """
+    for path in (*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"*{TEMPORARY}-{store}*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -264,6 +267,12 @@ def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDiges
     (temporary / f"{TABLE}.{rank}").write_text(DigestTable(step=step, files=files, blocks=blocks).to_json())
 
 
+def sync_file(path: Path) -> None:
+    """Bring the contents of a file, whoever wrote it, to the disk. Raises OSError."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def write_table(temporary: Path, step: int, ranks: int, meta: str) -> None:
     """Write the table of a checkpoint whose other files are there: from all ranks' parts and rank 0's own files."""
     parts = [temporary / f"{TABLE}.{rank}" for rank in range(ranks)]
@@ -271,7 +280,10 @@ def write_table(temporary: Path, step: int, ranks: int, meta: str) -> None:
     for path in parts:
         path.unlink()
     added = {str(path.relative_to(temporary)): path for path in files_below(temporary)}
-    added = {name: FileDigest.of_file(path) for name, path in added.items() if name != META and name not in table.files}
+    added = {name: path for name, path in added.items() if name != META and name not in table.files}
+    for path in added.values():  # some are Orbax's, which leaves them to the system: a power failure would empty them
+        sync_file(path)
+    added = {name: FileDigest.of_file(path) for name, path in added.items()}
     replace(table, files={**table.files, **added}).write(temporary / TABLE)
 
 

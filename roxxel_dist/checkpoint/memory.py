@@ -305,8 +305,8 @@ class MemoryTier:
         """Make this rank's part valid, and give it to the neighbour."""
         if is_primary() and len(set(self._hosts)) > 1:  # another host may resume from it if this one is lost
             for log in self._logs:
-                with contextlib.suppress(OSError), log.open("rb") as rows:
-                    os.fsync(rows.fileno())
+                with contextlib.suppress(OSError):
+                    files.sync_file(log)
         size = file.finish(header, self._numbers)
         return Report(seconds=seconds, neighbour=self._send(file, slot, size))
 

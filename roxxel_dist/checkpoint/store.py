@@ -8,6 +8,7 @@ Decision 16.
 import contextlib
 import json
 import os
+import secrets
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
@@ -157,7 +158,7 @@ class CheckpointStore(CheckpointReader):
         """
         if self._writes:
             return
-        problem, sweeps = "", True
+        problem, sweeps, self._token = "", True, secrets.token_hex(4)
         if is_primary():
             held = files.lock_folder(self.folder)
             # A temporary folder may be of another store of this process, which saves now.
@@ -167,7 +168,8 @@ class CheckpointStore(CheckpointReader):
                 self._release = weakref.finalize(self, release)  # also for a store that is never closed
             except UserError as error:
                 problem = str(error)
-        problem, sweeps = json.loads(broadcast_from_primary(self._name, json.dumps([problem, sweeps])))
+        decided = json.dumps([problem, sweeps, self._token])
+        problem, sweeps, self._token = json.loads(broadcast_from_primary(self._name, decided))
         if problem:
             raise UserError(problem)
         try:
@@ -209,8 +211,8 @@ class CheckpointStore(CheckpointReader):
         val_loss = comparable_loss(val_loss)
         text = MetaFile(files.shapes(state), meta, val_loss).to_json()
         self._count += 1
-        # A name of its own: what a failed attempt still writes, late, cannot get into the next one.
-        temporary = self.folder / f"{step}{files.TEMPORARY}-{self._count}"
+        # A name of its own: what a failed save, or a rank of an earlier job, still writes cannot get into this one.
+        temporary = self.folder / f"{step}{files.TEMPORARY}-{self._token}-{self._count}"
         state = files.keys_to_data(state)
         # In the thread: Orbax wants an event loop, and the caller's thread may run one, as in a notebook.
         begun = self._thread.submit(self._begin, temporary, state)
@@ -256,7 +258,7 @@ class CheckpointStore(CheckpointReader):
             ending = _Ending(problem) if problem.text else self._prune(save)
             # Now: the others begin the next save when they have read what follows. The next save sweeps again.
             with contextlib.suppress(OSError):
-                files.sweep(self.folder)
+                files.sweep(self.folder, self._token)  # another store of this process may be saving there
         problem, left, warning = json.loads(broadcast_from_primary(self._name, json.dumps(ending), SAVE_LIMIT_S))
         ending = _Ending(_Problem(*problem), tuple(left), warning)
         if self._remote is not None and not is_primary():

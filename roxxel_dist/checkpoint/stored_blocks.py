@@ -185,10 +185,12 @@ class Verdict:
 
 
 def verify_checkpoints(folder: Path, steps: list[int], progress: CountBytes) -> Iterator[Verdict]:
-    """Verdicts on each step: its files and the arrays in them."""
+    """Verdicts on each step: its files and the arrays in them. One that its run deletes meanwhile has none."""
     for step in steps:
         checkpoint = folder / str(step)
         problems = check_checkpoint(checkpoint, step, progress)
+        if problems and not checkpoint.exists():
+            continue
         yield _verdict(f"step {step}", "damaged" if problems else "complete", problems, checkpoint)
 
 
@@ -200,16 +202,20 @@ def set_aside(folder: Path) -> Iterator[Verdict]:
 
 def size_of(paths: list[Path]) -> int:
     """The bytes of some files, and of those in some folders."""
-    return sum(size for path in paths for _, size in _sizes(path))
+    return sum(size for path in paths for size in _sizes(path))
 
 
-def _sizes(path: Path) -> list[tuple[Path, int]]:
-    paths = files_below(path) if path.is_dir() else [path]
-    return [(file, file.stat().st_size) for file in paths if file.is_file()]
+def _sizes(path: Path) -> list[int]:
+    """The bytes of a file, or of those in a folder, from which others may be deleted meanwhile."""
+    sizes: list[int] = []
+    for file in files_below(path) if path.is_dir() else [path]:
+        with suppress(FileNotFoundError):
+            sizes.append(file.stat().st_size)
+    return sizes
 
 
 def _verdict(name: str, state: Any, problems: list[str], path: Path) -> Verdict:
-    sizes = [size for _, size in _sizes(path)]
+    sizes = _sizes(path)
     return Verdict(name=name, state=state, problems=tuple(problems), files=len(sizes), bytes=sum(sizes))
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -201,8 +200,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _put(folder: Path, out: Path) -> None:
     """Rename a finished folder to its final name, and remove the old folder there."""
     for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        files.sync_file(path)
     sync_folder(folder)
     old = folder.with_name(f"{folder.name}.replaced")  # no name that a folder of the user may have
     if out.exists():
