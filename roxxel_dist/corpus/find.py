@@ -5,7 +5,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,6 +30,10 @@ AROUND, BROKEN, NO_FILES = "links to a folder around it", "broken links", "that 
 OF_DATA_SETS = "of data sets, which are built alone"
 REASONS = (OTHERS, HIDDEN, INSTALLED, EXCLUDED, OF_DATA_SETS, SECOND_NAMES, FOLDERS_AGAIN, AROUND, BROKEN, NO_FILES)
 """Why a file or a folder is not read, in the order of the message."""
+
+
+Judge = Callable[[Sequence[int]], None]
+"""Called with the sizes of the files of a corpus before they are read."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +181,14 @@ class _Found:
         return found
 
 
-def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path) -> Corpus:
-    """Find the input files of a build and read them once; see `build`. The folder `out` is skipped."""
+def find_corpus(
+    paths: Sequence[Path],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    out: Path,
+    judge: Judge = lambda sizes: None,
+) -> Corpus:
+    """Find the input files of a build, let `judge` refuse it, and read them once; see `build`. `out` is skipped."""
     found = _Found(include, exclude, os.path.realpath(out))
     for path in paths:
         if not path.exists():
@@ -217,6 +227,7 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
             raise UserError(
                 f"{path}: compressed text is not read: unpack it first (gunzip), or give JSON lines (.jsonl.gz)"
             )
+    judge([os.path.getsize(path) for path in found.names])
     return _read(found, shown, left_out)
 
 

@@ -106,12 +106,19 @@ class BucketOut:
         is_whole = any(key.rpartition("/")[2] == INDEX for key in there)
         return cls(store=store, folder=folder, shards=shards, is_whole=is_whole, config=config)
 
+    def record(self, split: str) -> bytes:
+        """The `build.json` of a split in the bucket; empty where there is none."""
+        try:
+            return self.store.read(f"{split}/{BUILD_FILE}".lstrip("/"))
+        except StoreNotFoundError:
+            return b""
+
     def holds(self, split: str, record: Callable[..., bytes]) -> bool:
         """Whether a split is in the bucket, by its `build.json`; `record` makes that file from the fingerprint."""
         try:
-            data = self.store.read(f"{split}/{BUILD_FILE}".lstrip("/"))
+            data = json.loads(self.record(split))
             with self.open_split(split) as dataset:
-                return json.loads(data) == json.loads(record(fingerprint=dataset.fingerprint))
+                return data == json.loads(record(fingerprint=dataset.fingerprint))
         except (StoreNotFoundError, ValueError):
             return False
 

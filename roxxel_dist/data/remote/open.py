@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from roxxel_dist.data.files.discovery import DataPath, NoShardsError, names_objects
+from roxxel_dist.data.files.discovery import BUILD_FILE, DataPath, NoShardsError, names_objects
 from roxxel_dist.data.files.reader import WindowReader
 from roxxel_dist.data.remote.cache import ChunkCache
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher
 from roxxel_dist.data.remote.index import INDEX, ShardEntry, check_build, is_shard, read_ends, unpack
 from roxxel_dist.data.remote.shard import RemoteShard
-from roxxel_dist.objects.errors import StoreNotFoundError
+from roxxel_dist.objects.errors import StoreDeniedError, StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.process.durable import cache_folder
@@ -99,12 +99,12 @@ def _entries(store: ObjectStore, cache: ChunkCache | None, pattern: str | None =
 
 
 def _read_index(store: ObjectStore, cache: ChunkCache) -> list[ShardEntry]:
-    """The index of a data set. It is cached under its ETag, for the other processes of the host.
+    """The index of a data set. It is cached under its ETag once it was checked, for the other processes of the host.
 
-    Raises StoreNotFoundError if there is none.
+    Raises StoreNotFoundError if there is none, UserError if it was written before all shards were there.
     """
     where, info = store.url.join(INDEX), store.head(INDEX)
-    kept = cache.index_file(f"{where} {info.etag} {info.size}")
+    kept = cache.index_file(f"whole {where} {info.etag} {info.size}")
     with suppress(OSError, ValueError):
         entries = unpack(where, kept.read_bytes())
         os.utime(kept)
@@ -115,6 +115,13 @@ def _read_index(store: ObjectStore, cache: ChunkCache) -> list[ShardEntry]:
     except ValueError:  # read damaged data a second time
         data = store.read(INDEX, etag=info.etag)
         entries = unpack(where, data)
+    with suppress(StoreNotFoundError, StoreDeniedError):
+        # One that is newer than the index is of shards that are on their way, and of which no index tells yet.
+        if (build := store.head(BUILD_FILE)).modified <= info.modified:
+            try:
+                check_build(store, [build], entries)
+            except UserError as error:
+                raise UserError(f"{error}, and write its index again: `roxxel-dist data index {store.url}`") from error
     cache.write_index(kept, data)
     return entries
 
