@@ -135,9 +135,7 @@ class DamagedFile(UserError):
 def read_header(path: Path) -> Header | None:
     """The header of a file; None where it is being written, or was when its writer was killed.
 
-    Raises:
-        DamagedFile: the header does not agree with its digest.
-        OSError: it cannot be read.
+    Raises DamagedFile: the header does not agree with its digest. OSError: it cannot be read.
     """
     with path.open("rb") as file:
         data = file.read(PREAMBLE.size)
@@ -159,9 +157,7 @@ def read_header(path: Path) -> Header | None:
 def read_blocks(path: Path, header: Header, numbers: Sequence[int] | None = None) -> dict[int, memoryview]:
     """Read some blocks of a file, or all, each compared with its digest; they are views of the file.
 
-    Raises:
-        DamagedFile: one does not agree.
-        OSError: the file cannot be read.
+    Raises DamagedFile: one does not agree. OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

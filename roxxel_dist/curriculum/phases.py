@@ -36,11 +36,8 @@ class PhaseError(UserError):
 class Phase:
     """A stretch of training in which batches have one shape.
 
-    `steps` or `epochs` says how long it lasts. `Curriculum.phases` has the same phases with the steps that epochs
-    come to.
-
-    Raises:
-        ValueError: a field breaks its rule; the message names the phase and the field.
+    `steps` or `epochs` says how long it lasts. `Curriculum.phases` has the same phases with the steps that epochs come
+    to. Raises ValueError: a field breaks its rule; the message names the phase and the field.
     """
 
     steps: int | None = None
@@ -177,10 +174,8 @@ def phases_of(given: Phase | Mapping[str, Any]) -> list[Phase]:
     """The phase of a mapping as it stands in YAML, or those of a ramp, whose `batch_size` is a list of sizes that rise.
 
     A ramp has a phase for each size, and all read the same number of rows, up to rounding: each has an equal share of
-    the `epochs`, or of the `steps` a share in proportion to 1 / size.
-
-    Raises:
-        ValueError: what `Phase.of_value` raises, or the sizes do not rise, or one of them gets no step.
+    the `epochs`, or of the `steps` a share in proportion to 1 / size. Raises ValueError: what `Phase.of_value` raises,
+    or the sizes do not rise, or one of them gets no step.
     """
     sizes = given.get("batch_size") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(sizes, list | tuple):

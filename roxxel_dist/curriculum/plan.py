@@ -199,11 +199,7 @@ class Plan:
     # -- reading
 
     def segment(self, step: int) -> Segment:
-        """The segment that holds `step` (from 0).
-
-        Raises:
-            IndexError: the plan has no such step.
-        """
+        """The segment that holds `step` (from 0). Raises IndexError: the plan has no such step."""
         segment, number = self._find(step)
         return segment.in_pass(number)
 
@@ -268,19 +264,11 @@ class Plan:
         return dataset, offset, shape.seq_len, shape.packing == "documents"
 
     def phase(self, step: int) -> int:
-        """The index of the phase that holds `step`. Both count from 0.
-
-        Raises:
-            IndexError: the plan has no such step.
-        """
+        """The index of the phase that holds `step`. Both count from 0. Raises IndexError: the plan has no such step."""
         return self._find(step)[0].phase
 
     def shape(self, step: int) -> tuple[int, int]:
-        """(batch_size, seq_len) of `step`, counted from 0.
-
-        Raises:
-            IndexError: the plan has no such step.
-        """
+        """(batch_size, seq_len) of `step`, counted from 0. Raises IndexError: the plan has no such step."""
         shape = self.shape_at(step)
         return shape.batch_size, shape.seq_len
 
@@ -301,8 +289,7 @@ class Plan:
     def rows_read(self, first: int, stop: int) -> dict[str, int]:
         """How many rows of each data set the steps [first, stop) read, both counted from 0.
 
-        Raises:
-            IndexError: the plan has no such step.
+        Raises IndexError: the plan has no such step.
         """
         rows = dict.fromkeys(self.datasets, 0)
         while first < stop:
@@ -331,11 +318,7 @@ class Plan:
         return (count, repeated.period) if count > 1 and (first - repeated.first_step) % repeated.period == 0 else None
 
     def shape_at(self, step: int) -> Shape:
-        """The shape of the phase that holds `step`, counted from 0.
-
-        Raises:
-            IndexError: the plan has no such step.
-        """
+        """The shape of the phase that holds `step`, counted from 0. Raises IndexError: the plan has no such step."""
         return self._find(step)[0].shape
 
     def datasets_from(self, step: int) -> set[str]:

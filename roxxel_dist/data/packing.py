@@ -53,10 +53,8 @@ def _count(begins: np.ndarray, rows: int, length: int) -> tuple[np.ndarray, np.n
 def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(window, place in it) of every document that begins inside a window of a file, not at its start.
 
-    An empty document begins at the same place as the next: the place appears twice.
-
-    Raises:
-        ValueError: its document ends are damaged.
+    An empty document begins at the same place as the next: the place appears twice. Raises ValueError: its document
+    ends are damaged.
     """
     ends = file.document_ends
     first, last = (ends.searchsorted(offsets + at, side="right") for at in (0, length - 1))

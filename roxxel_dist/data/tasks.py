@@ -193,11 +193,9 @@ def _fields(where: str, line: bytes) -> dict[str, Any]:
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """The ids of a context, and those that the continuation adds to it; both have one at least.
 
-    Spaces that end the context count as the continuation's, because tokenizers join them to a word. An empty context
-    is the start of a document: end-of-text.
-
-    Raises:
-        ValueError: the tokenizer does not know a character, or has no end-of-text.
+    Spaces that end the context count as the continuation's, because tokenizers join them to a word. An empty context is
+    the start of a document: end-of-text. Raises ValueError: the tokenizer does not know a character, or has no
+    end-of-text.
     """
     stripped = context.rstrip()
     continuation, context = context[len(stripped) :] + continuation, stripped

@@ -92,10 +92,8 @@ def _open(path: Path) -> Shard:
 def check_sampled_ids(data: Roxxel, vocab_size: int) -> None:
     """Compare ids of files without a vocabulary size with `vocab_size`: 18 blocks of 4 KiB of each local file.
 
-    The other blocks are compared when they are read (`VerifiedBlocks`).
-
-    Raises:
-        ValueError: an id is not below `vocab_size`, or the vocabulary cannot be in the dtype that was guessed.
+    The other blocks are compared when they are read (`VerifiedBlocks`). Raises ValueError: an id is not below
+    `vocab_size`, or the vocabulary cannot be in the dtype that was guessed.
     """
     guessed = data.guessed_dtype
     if guessed is not None and vocab_size > np.iinfo(guessed).max + 1:
@@ -152,8 +150,7 @@ class VerifiedBlocks:
     def verify(self, data: Roxxel, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
         """Verify the blocks of some windows, given as in `Roxxel.read`, and with `documents` the document ends too.
 
-        Raises:
-            DamagedData: a checksum or an id is wrong. The message names the file, the block and its documents.
+        Raises DamagedData: a checksum or an id is wrong. The message names the file, the block and its documents.
         """
         data.fetch(offsets, length, documents=documents)
         firsts, shards = data.first_tokens, data.shards
@@ -226,9 +223,7 @@ PIECE_BYTES = 1 << 24
 def verify_objects(url: str, progress: ProgressBars, config: RemoteConfig | None = None) -> tuple[list[str], str]:
     """(a line for each damaged shard, a summary line) for the shards at an address.
 
-    Raises:
-        NoShardsError: there are none.
-        StoreError: the store fails.
+    Raises NoShardsError: there are none. StoreError: the store fails.
     """
     timeout_s = (config or RemoteConfig()).store_timeout
     try:

@@ -72,10 +72,8 @@ class ObjectStore:
     def open(cls, url: "str | os.PathLike[str] | ObjectUrl", *, timeout_s: float = TIMEOUT_S) -> "ObjectStore":
         """The store at an address. No request is made.
 
-        Raises:
-            ValueError: `url` is not the address of objects, or `timeout_s` is not positive.
-            MissingLibraryError: obstore is not installed.
-            StoreDeniedError: the credential settings are not usable.
+        Raises ValueError: `url` is not the address of objects, or `timeout_s` is not positive. MissingLibraryError:
+        obstore is not installed. StoreDeniedError: the credential settings are not usable.
         """
         if not timeout_s > 0:
             raise UserError(f"store_timeout is {timeout_s}: it must be a number of seconds above 0")
@@ -88,11 +86,7 @@ class ObjectStore:
         return f"ObjectStore({str(self.url)!r})"
 
     def head(self, key: str) -> ObjectInfo:
-        """The metadata of an object.
-
-        Raises:
-            StoreNotFoundError: there is none.
-        """
+        """The metadata of an object. Raises StoreNotFoundError: there is none."""
         from obstore import head
 
         meta = self._run("look at", key, lambda path: head(self._reads, path))
@@ -125,11 +119,8 @@ class ObjectStore:
     def read_range(self, key: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
         """Bytes `start` to `stop` (exclusive) of an object, exactly that many.
 
-        Raises:
-            ValueError: the range is empty or negative.
-            StoreNotFoundError: there is no such object.
-            StorePreconditionError: it has another etag than `etag`.
-            StoreError: the object ends before `stop`.
+        Raises ValueError: the range is empty or negative. StoreNotFoundError: there is no such object.
+        StorePreconditionError: it has another etag than `etag`. StoreError: the object ends before `stop`.
         """
         from obstore import get
 
@@ -218,9 +209,8 @@ class ObjectStore:
     def download(self, key: str, path: Path, *, etag: str | None = None) -> None:
         """Write an object as a file, whole or not at all: under a hidden name beside it, fsynced, renamed.
 
-        Raises:
-            StoreNotFoundError: there is none.
-            StorePreconditionError: it has another etag than `etag`, or was replaced meanwhile.
+        Raises StoreNotFoundError: there is none. StorePreconditionError: it has another etag than `etag`, or was
+        replaced meanwhile.
         """
         info = self.head(key)
         etag = etag or info.etag

@@ -38,11 +38,7 @@ class ObjectUrl:
 
     @classmethod
     def parse(cls, text: "str | os.PathLike[str] | ObjectUrl") -> "ObjectUrl":
-        """Parse an address.
-
-        Raises:
-            ValueError: no known scheme, no bucket, or a key with an empty part, "." or "..".
-        """
+        """Parse an address. Raises ValueError: no known scheme, no bucket, or a key with an empty part, "." or ".."."""
         if isinstance(text, ObjectUrl):
             return text
         match = ANY_URL.fullmatch(str(text))
@@ -79,8 +75,7 @@ class ObjectUrl:
 def checked_key(key: str) -> str:
     """The key, if every store and a local folder support it.
 
-    Raises:
-        ValueError: an empty part, "." or "..", or a control character.
+    Raises ValueError: an empty part, "." or "..", or a control character.
     """
     if any(part in ("", ".", "..") for part in key.split("/")) or re.search(r"[\x00-\x1f\x7f]", key):
         rule = "no part between slashes may be empty, '.' or '..', and control characters are not allowed"

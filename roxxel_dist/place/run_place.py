@@ -75,10 +75,8 @@ class NotSaved(Exception):
 def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
     """Have the job that trains in `run` save within two seconds or steps, wait until that is on disk; returns the step.
 
-    Raises:
-        ValueError: `run` is not a run directory or the address of a run, or no job trains there.
-        OSError: `run` cannot be written.
-        NotSaved: the job failed to save, ended, or did not answer in time.
+    Raises ValueError: `run` is not a run directory or the address of a run, or no job trains there. OSError: `run`
+    cannot be written. NotSaved: the job failed to save, ended, or did not answer in time.
     """
     if (url := bucket_url(run)) is not None:
         return _ask_through_bucket(url, timeout_s)

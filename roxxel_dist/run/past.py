@@ -158,10 +158,8 @@ def make_decay_branch(config: Config, trunk: CheckpointRef) -> None:
 
     After the checkpoint's step the phases of the run go on for `decay_steps` steps, while the rate falls to a hundredth
     of `lr`. Then it ends. Where the run has fewer steps left, its last phase is made longer. Unless they are given,
-    `lr` and `lr_scaling` are those of the checkpoint: the run may have been amended with others after it.
-
-    Raises:
-        ValueError: no such checkpoint, no `decay_steps`, other phases, or a rate that is not at its peak there.
+    `lr` and `lr_scaling` are those of the checkpoint: the run may have been amended with others after it. Raises
+    ValueError: no such checkpoint, no `decay_steps`, other phases, or a rate that is not at its peak there.
     """
     metadata, folder = _metadata(trunk)
     check_no_program(folder, saved_config(folder), new=True)

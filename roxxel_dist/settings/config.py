@@ -123,8 +123,7 @@ class Config(_Copied):
     def with_absolute_paths(self) -> Self:
         """The same settings with absolute paths, so that a run may be resumed from another folder.
 
-        Raises:
-            ValueError: a path that must be local is in a bucket.
+        Raises ValueError: a path that must be local is in a bucket.
         """
 
         def absolute(name: str, path: Any) -> Any:
@@ -153,8 +152,7 @@ class Config(_Copied):
     def part(self, component: type[T]) -> T:
         """The fields of one component, such as `ModelConfig`, as its frozen dataclass.
 
-        Raises:
-            ValueError: a value breaks its rule.
+        Raises ValueError: a value breaks its rule.
         """
         return component(**{f.name: getattr(self, f.name) for f in dataclasses.fields(component)})  # pyright: ignore
 
@@ -170,11 +168,7 @@ class Config(_Copied):
         )
 
     def validate(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: names the first field that breaks its rule.
-        """
+        """Check every field. Raises ValueError: names the first field that breaks its rule."""
         self.check_types()
         values = self.to_dict()
         check_sizes({name: values[name] for name in ("vocab_size", "max_context")})

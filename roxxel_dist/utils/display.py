@@ -57,9 +57,7 @@ def plain(value: Any) -> Any:
 def figure(picture: Path, *, inches: tuple[float, float] = (8, 4.5)) -> Iterator[Any]:
     """The axes of a figure, which is written as a PNG file at the end of the block; its folder is made.
 
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: the file cannot be written.
+    Raises ImportError: matplotlib is not installed. OSError: the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

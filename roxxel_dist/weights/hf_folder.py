@@ -217,8 +217,7 @@ class HfFolder(TensorFiles):
 def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `ModelConfig` from the contents of a `config.json`.
 
-    Raises:
-        ValueError: another family, or settings that the Transformer does not support; the message names all of them.
+    Raises ValueError: another family, or settings that the Transformer does not support; the message names all of them.
     """
     name = values.get("model_type")
     if name not in FAMILIES:

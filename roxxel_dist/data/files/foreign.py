@@ -84,8 +84,7 @@ class ForeignFile:
     def document_ends(self) -> np.ndarray:
         """The end of each document, exclusive: int64 [documents], in tokens. Computed on first access.
 
-        Raises:
-            ValueError: the index of a Megatron pair does not describe its tokens.
+        Raises ValueError: the index of a Megatron pair does not describe its tokens.
         """
         ends = self._read_ends()
         ends.flags.writeable = False
@@ -98,8 +97,7 @@ class ForeignFile:
     def verify(self) -> None:
         """Check the sizes and a whole Megatron index, because there are no checksums.
 
-        Raises:
-            ValueError: the size of a file has changed since it was opened, or the index is damaged.
+        Raises ValueError: the size of a file has changed since it was opened, or the index is damaged.
         """
         for path, size in self._sizes.items():
             now = path.stat().st_size

@@ -43,11 +43,8 @@ def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
     """The bytes of some files: a read-only uint8 array [file size] each, all in one range of addresses.
 
     Each begins on a page boundary. They stay mapped as long as one of the arrays or a view of one lives, without open
-    file descriptors, so a data set may have thousands of shards.
-
-    Raises:
-        ValueError: a file is empty or its size changes during the call; the message names it.
-        OSError: a file cannot be opened or mapped.
+    file descriptors, so a data set may have thousands of shards. Raises ValueError: a file is empty or its size changes
+    during the call; the message names it. OSError: a file cannot be opened or mapped.
     """
     if not paths:
         return []
@@ -101,11 +98,8 @@ def _map_memory(address: int | None, size: int, protection: int, flags: int, fd:
 def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     """Read `count` tokens of a file from a byte offset: a fresh array [count], by read(2) and not from a map.
 
-    In a map of a truncated file the rest of the last page would be zeros.
-
-    Raises:
-        ValueError: the file was truncated. The message names it.
-        OSError: the file cannot be opened.
+    In a map of a truncated file the rest of the last page would be zeros. Raises ValueError: the file was truncated.
+    The message names it. OSError: the file cannot be opened.
     """
     tokens = np.fromfile(path, dtype, count, offset=offset)
     if len(tokens) < count:

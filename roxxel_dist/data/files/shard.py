@@ -64,9 +64,8 @@ class Shard:
     def open(cls, path: str | os.PathLike[str]) -> "Shard":
         """Map a file.
 
-        Raises:
-            ValueError: it is not one complete ROXXEL03 file; the message names it.
-            FileNotFoundError: there is no such file.
+        Raises ValueError: it is not one complete ROXXEL03 file; the message names it. FileNotFoundError: there is no
+        such file.
         """
         path = Path(path)
         return cls.of_file(path, map_files([path])[0])
@@ -113,8 +112,7 @@ class Shard:
     def verify(self) -> None:
         """Read the whole file and compare it with its checksums.
 
-        Raises:
-            ValueError: something differs; the message names the file and, for tokens, the block and the document.
+        Raises ValueError: something differs; the message names the file and, for tokens, the block and the document.
         """
         self.verify_tables()
         self.refuse(self.damaged_blocks(np.arange(self.blocks)))

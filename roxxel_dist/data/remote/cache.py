@@ -55,8 +55,7 @@ class CacheError(UserError):
 class ChunkCache:
     """Files in `folder`, of about `capacity` bytes in all. Thread-safe; other processes may use the folder too.
 
-    Raises:
-        CacheError: the folder cannot be created or written.
+    Raises CacheError: the folder cannot be created or written.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:

@@ -68,11 +68,9 @@ def write_index(store: ObjectStore) -> str:
     """Write the index of all shards (`*.rox`) directly below a store's prefix, and return its ETag.
 
     Tables are read and compared with the footers; tokens are not read. If the store has conditional puts, an index that
-    another process has written meanwhile is not replaced.
-
-    Raises:
-        ValueError: there is no shard, or one is damaged or incomplete. The message names the object.
-        StoreError: the store fails; StorePreconditionError if another process has written an index meanwhile.
+    another process has written meanwhile is not replaced. Raises ValueError: there is no shard, or one is damaged or
+    incomplete. The message names the object. StoreError: the store fails; StorePreconditionError if another process has
+    written an index meanwhile.
     """
     objects = store.list()
     before = next((info.etag for info in objects if info.key == INDEX), None)

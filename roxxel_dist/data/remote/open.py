@@ -29,11 +29,8 @@ def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
     """The shards at an address: all of a prefix, one `.rox`, a pattern or a prefix of names in the last part.
 
     With an index beside the shards, which is cached, this takes one or two requests; otherwise one for each shard.
-
-    Raises:
-        ValueError: the address names several places, a shard or the index is damaged, or the cache cannot be used.
-        NoShardsError: there are no shards.
-        StoreError: the store fails.
+    Raises ValueError: the address names several places, a shard or the index is damaged, or the cache cannot be used.
+    NoShardsError: there are no shards. StoreError: the store fails.
     """
     if not isinstance(path, (str, os.PathLike)) or not names_objects(path):
         raise UserError(f"{path}: data in an object store is one address, not a list: name a prefix or a pattern")

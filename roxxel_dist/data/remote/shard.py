@@ -219,8 +219,7 @@ class RemoteShard(Shard):
     def damaged_blocks(self, blocks: np.ndarray) -> list[int]:
         """An empty list for some blocks, int64 [N], ascending: chunks are verified when they are fetched.
 
-        Raises:
-            DamagedData: a block is damaged in the bucket.
+        Raises DamagedData: a block is damaged in the bucket.
         """
         per_chunk, wanted = self.chunks.size // self.layout.block_size, set(blocks.tolist())
         places = [(self.number, chunk) for chunk in np.unique(blocks // per_chunk).tolist()]

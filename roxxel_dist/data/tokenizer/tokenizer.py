@@ -110,8 +110,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without end-of-text.
 
-        Raises:
-            ValueError: the text has characters that a `char` tokenizer does not know, or is not valid Unicode.
+        Raises ValueError: the text has characters that a `char` tokenizer does not know, or is not valid Unicode.
         """
         return self.encode_batch([text])[0]
 
