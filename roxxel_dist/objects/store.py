@@ -136,11 +136,9 @@ class ObjectStore:
 
         return self._run("read", key, call, (start, stop))
 
-    def read_ranges(
-        self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None, threads: int = THREADS
-    ) -> list[bytes]:
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None) -> list[bytes]:
         """Several ranges of an object, in parallel, one request each; see `read_range`."""
-        return list(self._parallel(lambda span: self.read_range(key, *span, etag=etag), ranges, threads))
+        return list(self._parallel(lambda span: self.read_range(key, *span, etag=etag), ranges, THREADS))
 
     def list_folder(self, folder: str = "") -> tuple[list[ObjectInfo], list[str]]:
         """The objects directly in a folder, and the names of the folders in it, both sorted: what lies deeper is not
