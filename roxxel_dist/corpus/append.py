@@ -92,7 +92,9 @@ def append(
             return Roxxel(out)
         with staging(out, "build") as staged:
             separator = last.metadata.separator
-            options = inputs.options(tokenizer if corpus is not None else None, separator).continue_from(last)
+            options = inputs.options(tokenizer if corpus is not None else None, separator).continue_from(
+                last.metadata, last.dtype, last.path
+            )
             tally = Tally()
             separated = separator is not None
             items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log, tally, separated=separated)

@@ -15,7 +15,7 @@ from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import BUILD_FILE, build_record, has_text, is_tokens
 from roxxel_dist.data.files.format import MOST_SHARD_BYTES, MOST_WORKERS, check_range
-from roxxel_dist.data.files.writer import WriteOptions
+from roxxel_dist.data.files.shard import WriteOptions
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer, check_vocabulary
 from roxxel_dist.process.exit_codes import MissingFileError, UserError
 from roxxel_dist.utils.display import ProgressBars

@@ -397,9 +397,14 @@ class SegmentBuilder:
                 Allocation(source=source, cursor=self.cursors[name], units=units, seq_len=shape.seq_len, key=self.key)
             )
         mixture = Mixture(weights, low * per_step, self.key.mixture(step))
+        return self._segment(shape, phase, step, low, mixture, allocations)
+
+    def _segment(
+        self, shape: Shape, phase: int, step: int, steps: int, mixture: Mixture, allocations: Sequence[Allocation]
+    ) -> Segment:
         return Segment(
             first_step=step,
-            steps=low,
+            steps=steps,
             phase=phase,
             shape=shape,
             key=self.key,

@@ -14,9 +14,9 @@ import numpy as np
 from roxxel_dist.data.files.discovery import DataPath, NoShardsError, Target, find_shards, names_objects
 from roxxel_dist.data.files.foreign import ForeignFile
 from roxxel_dist.data.files.reader import MappedReader, WindowReader
-from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE
+from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, WriteOptions
 from roxxel_dist.data.files.slices import ShardSlice, TokenFile, fingerprints, open_slices, slices_of, split_slice
-from roxxel_dist.data.files.writer import WriteOptions, write_data_set
+from roxxel_dist.data.files.writer import write_data_set
 from roxxel_dist.data.packing import segments_and_positions
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher

@@ -100,9 +100,11 @@ def npy_header(dtype: np.dtype, tokens: int) -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode("ascii")
 
 
-def end_of_tokens(dtype: np.dtype, tokens: int) -> int:
-    """The offset of the document ends: after the tokens, on a multiple of 8 bytes."""
-    return -(-(HEADER_BYTES + tokens * dtype.itemsize) // 8) * 8
+def offsets(dtype: np.dtype, tokens: int, documents: int, block_size: int) -> tuple[int, int, int]:
+    """The offsets of the document ends, the checksums and the metadata. Tables begin on a multiple of 8 bytes."""
+    ends = -(-(HEADER_BYTES + tokens * dtype.itemsize) // 8) * 8
+    sums = ends + 8 * documents
+    return ends, sums, sums + 8 * block_count(tokens * dtype.itemsize, block_size)
 
 
 def chain_of(previous: str, metadata: Metadata, dtype: np.dtype, ends_checksum: int, sums_checksum: int) -> str:
@@ -171,11 +173,9 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> ShardLayout:
     dtype = np.dtype(dtype_name)
     if block_size < 1 or min(tokens, documents, meta_length) < 0:
         raise UserError(f"{path}: the footer is damaged (a negative size). {REPLACE}")
-    expected_ends = end_of_tokens(dtype, tokens)
-    expected_sums = expected_ends + 8 * documents
-    expected_meta = expected_sums + 8 * block_count(tokens * dtype.itemsize, block_size)
-    expected_size = expected_meta + meta_length + FOOTER.size
-    if (ends, sums, meta, size) != (expected_ends, expected_sums, expected_meta, expected_size):
+    expected = offsets(dtype, tokens, documents, block_size)
+    expected_size = expected[-1] + meta_length + FOOTER.size
+    if (ends, sums, meta, size) != (*expected, expected_size):
         raise UserError(
             f"{path}: the file has {size} bytes, but its footer says {expected_size}; "
             f"bytes are missing or were added. {REPLACE}"

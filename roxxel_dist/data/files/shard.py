@@ -12,16 +12,19 @@ import xxhash
 from roxxel_dist.data.files.format import (
     HEADER_BYTES,
     LARGEST_BLOCK,
+    MOST_SHARD_BYTES,
     Metadata,
     ShardLayout,
     block_count,
     chain_of,
     check_range,
     checksum,
-    end_of_tokens,
     npy_header,
+    offsets,
     pack_end,
     parse,
+    smallest_dtype,
+    storage_dtype,
 )
 from roxxel_dist.data.files.reader import map_files
 from roxxel_dist.objects.url import ObjectUrl
@@ -196,19 +199,38 @@ def check_ends(path: object, ends: np.ndarray, tokens: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardSettings:
-    """The common settings of the shards of one data set."""
+class WriteOptions:
+    """Options of `Roxxel.write`; see its arguments. A shard is written with a dtype, and a separator of it or None."""
 
-    dtype: np.dtype
-    separator: int | float | None = None
-    """The element added after every document, or None."""
+    separator: Any = b"\x00"
     block_size: int = DEFAULT_BLOCK_SIZE
-    """Bytes per checksum."""
+    max_shard_bytes: int | None = None
+    dtype: Any = None
     vocab_size: int | None = None
     tokenizer_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
         check_range("block_size", self.block_size, LARGEST_BLOCK, "bytes of a checksum")
+        if self.max_shard_bytes is not None:
+            check_range("max_shard_bytes", self.max_shard_bytes, MOST_SHARD_BYTES, "bytes of tokens in a shard")
+        if self.vocab_size is not None:
+            smallest_dtype(self.vocab_size)
+
+    def continue_from(self, last: Metadata, dtype: np.dtype, path: object) -> "WriteOptions":
+        """The options for data appended after the shard at `path`, which gives the missing ones."""
+        existing = {
+            "dtype": dtype,
+            "vocab_size": last.vocab_size,
+            "tokenizer_fingerprint": last.tokenizer_fingerprint,
+        }
+        for name, there in existing.items():
+            given = getattr(self, name)
+            if given is not None and (storage_dtype(given) if name == "dtype" else given) != there:
+                raise UserError(
+                    f"{name}={given}: the data set appended to has {there} ({path}). "
+                    "Append what fits, or write a new data set"
+                )
+        return replace(self, **existing)
 
 
 class ShardWriter:
@@ -218,7 +240,7 @@ class ShardWriter:
     The file is complete only after `finish`: write under a temporary name that no reader opens.
     """
 
-    def __init__(self, path: Path, settings: ShardSettings, *, after: Metadata | None = None) -> None:
+    def __init__(self, path: Path, settings: WriteOptions, *, after: Metadata | None = None) -> None:
         self.path = path
         self.settings = settings
         self.tokens: int = 0
@@ -265,7 +287,7 @@ class ShardWriter:
         self._write_blocks(len(self._pending))
         dtype, after = self.settings.dtype, self._after
         ends, sums = np.array(self._ends, "<i8"), np.array(self._sums, "<u8")
-        ends_offset = end_of_tokens(dtype, self.tokens)
+        ends_offset, sums_offset, meta_offset = offsets(dtype, self.tokens, len(ends), self.settings.block_size)
         self._file.write(bytes(ends_offset - HEADER_BYTES - self.token_bytes))
         self._file.write(ends.tobytes() + sums.tobytes())
         ends_checksum, sums_checksum = checksum(ends.data), checksum(sums.data)
@@ -288,8 +310,8 @@ class ShardWriter:
             dtype=dtype,
             block_size=self.settings.block_size,
             ends_offset=ends_offset,
-            sums_offset=ends_offset + ends.nbytes,
-            meta_offset=ends_offset + ends.nbytes + sums.nbytes,
+            sums_offset=sums_offset,
+            meta_offset=meta_offset,
             ends_checksum=ends_checksum,
             sums_checksum=sums_checksum,
         )
