@@ -29,7 +29,7 @@ HEADER_BYTES = 1 << 18
 
 
 class ArrayBlock(NamedTuple):
-    """One part of one array, equal on all devices that hold it."""
+    """A part of an array, equal on all devices that hold it."""
 
     leaf: int
     bounds: Bounds
@@ -40,7 +40,7 @@ class ArrayBlock(NamedTuple):
 
 
 class BlockTable:
-    """All blocks of a state, numbered alike on every rank.
+    """The blocks of a state, numbered alike on every rank.
 
     Args:
         state: a tree of arrays, or of their shapes with shardings; no random keys.
@@ -95,7 +95,7 @@ class BlockTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a file says of its blocks, and of the generation that they belong to."""
+    """The header of a file of blocks: their places, and the generation that they belong to."""
 
     generation: str
     """Names the generation; of all files of a job, those with the same name are parts of one."""

@@ -190,18 +190,18 @@ class DigestTable:
         return digest(json.dumps(content).encode())
 
     def all_blocks(self) -> list[tuple[str, BlockDigest]]:
-        """Every block, by the name of its array."""
+        """The blocks of all arrays, each with the name of its array."""
         return [(name, block) for name, blocks in self.blocks.items() for block in blocks]
 
     def check_files(
         self, folder: Path, part: int = 0, parts: int = 1, *, progress: CountBytes | None = None
     ) -> list[str]:
-        """What is wrong with the `part`-th of `parts` shares of the files, all of about one size; raises nothing."""
+        """The problems of the `part`-th of `parts` shares of the files, all of about one size; raises nothing."""
         mine = shares({file: saved.size if saved.digest else 0 for file, saved in self.files.items()}, parts)[part]
         return list(self.wrong_files(folder, mine, progress).values())
 
     def wrong_files(self, folder: Path, names: Iterable[str], progress: CountBytes | None = None) -> dict[str, str]:
-        """What is wrong with some of the files, by name, without those that agree. See `check_files`."""
+        """The problems of some of the files, by name, without those that agree. See `check_files`."""
 
         def check(file: str) -> str:
             saved = self.files[file]
@@ -221,7 +221,7 @@ class DigestTable:
             return {file: problem for file, problem in zip(names, threads.map(check, names), strict=True) if problem}
 
     def check_array(self, name: str, parts: Mapping[Bounds, Callable[[], np.ndarray]]) -> list[str]:
-        """What is wrong with parts of an array, by their bounds, as far as whole blocks lie within them."""
+        """The problems of parts of an array, by their bounds, as far as whole blocks lie within them."""
         blocks, problems = self.blocks.get(name, ()), list[str]()
         whole = parts.keys() & {block.bounds for block in blocks}
         others = dict.fromkeys(bounds for bounds in parts if bounds not in whole)
@@ -260,10 +260,9 @@ def merge(parts: Iterable[DigestTable], **own: Any) -> DigestTable:
     return DigestTable(files=files, blocks=blocks, **own)
 
 
-def problems_text(problems: Sequence[str], limit: int = 3) -> str:
-    """The first problems of many, in a line."""
-    more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
-    return "; ".join([*problems[:limit], *more])
+def problems_text(problems: Sequence[str]) -> str:
+    """The first three problems of many, in a line."""
+    return "; ".join([*problems[:3], *([f"and {len(problems) - 3} more"] if len(problems) > 3 else [])])
 
 
 def seal(data: bytes) -> bytes:
@@ -285,7 +284,7 @@ def damaged_ones(folder: Path) -> list[str]:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Every file in a folder and in those in it."""
+    """The files in a folder and in those in it."""
     return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
 
 

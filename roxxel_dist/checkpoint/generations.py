@@ -58,7 +58,7 @@ class Inventory:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """What `to_text` has written."""
+        """Read what `to_text` has written."""
         values = json.loads(zlib.decompress(base64.b85decode(text)))
         for entry in values["generations"]:
             steps = entry["numbers"], entry["header"]["needs"]
@@ -84,7 +84,7 @@ class Generation:
 
     @property
     def source_text(self) -> str:
-        """Where the copy comes from, for the log."""
+        """The origin of the copy, for the log."""
         return "the copy in shared memory" + (", partly from the copy on another host" if self._fetched else "")
 
     def restore(self, like: Any) -> Any:
@@ -103,7 +103,7 @@ def run_identity(run: object, mesh: Any, settings: Sequence[Any]) -> str:
 
 
 class Generations:
-    """What the hosts of a job have in memory when it begins. Made by all ranks together.
+    """The generations that the hosts of a job have in memory when it begins. Made by all ranks together.
 
     Args:
         folder: of this host.
@@ -133,7 +133,7 @@ class Generations:
         return self._known[rank]
 
     def address_of(self, rank: int) -> tuple[str, int] | None:
-        """Where a rank takes and gives copies."""
+        """The address where a rank takes and gives copies."""
         address = self._of(rank).address
         return address and (address[0], address[1])
 
@@ -276,7 +276,7 @@ class CopyDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How a rank's part of a generation, or of the preparations, went."""
+    """The report of a rank on its part of a generation, or of the preparations."""
 
     problem: str = ""
     neighbour: str = ""

@@ -113,11 +113,11 @@ class MemoryTier:
 
     @property
     def next_step(self) -> int | None:
-        """On rank 0: the step that the next decision is about; None where there is none."""
+        """The step, on rank 0, that the next decision is about; None where there is none."""
         return None if self._off else self.schedule.next_step
 
     def decide(self, step: int, done: int) -> CopyDecision | None:
-        """On rank 0: what all ranks do after `step`, when `done` steps are done; None: nothing."""
+        """Decide, on rank 0, what all ranks do after `step`, when `done` steps are done; None: nothing."""
         if self._off or step < self.schedule.next_step:
             return None
         self.schedule.start_clock(done)
@@ -180,7 +180,7 @@ class MemoryTier:
         self._submit(partial(self._finish, file, slot, header, seconds))
 
     def settle(self) -> None:
-        """Until this rank has ended what it began in the background."""
+        """Wait until this rank has ended what it began in the background."""
         if self._job is not None:
             wait([self._job])
 

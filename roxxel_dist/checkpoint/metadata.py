@@ -1,4 +1,4 @@
-"""What a checkpoint says beside its arrays, and how people and runs name one. Standard library alone.
+"""The metadata of a checkpoint, and how people and runs name one. Standard library alone.
 
 `training_cursor.json`: how far a run is, for people and for programs that read no checkpoint.
 """
@@ -120,7 +120,7 @@ class CheckpointRange(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | Path) -> "CheckpointRange | None":
-        """None of any other text, such as RUN@STEP."""
+        """The range that a text names; None of any other text, such as RUN@STEP."""
         run, mark, steps = str(text).rpartition("@")
         return cls(Path(run), steps) if mark and run and re.fullmatch(r"\d+(:\d+|(,\d+)+)", steps) else None
 
@@ -252,7 +252,7 @@ class BaseModelRef:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """What a checkpoint of a run says beside its arrays."""
+    """The contents of a checkpoint of a run beside its arrays."""
 
     corpus: str = ""
     """The fingerprints of the data sets, with + between."""
@@ -306,7 +306,7 @@ def write_cursor(run: Path, step: int, last_step: int, *, finished: bool) -> Non
 
 
 def read_cursor(run: Path) -> dict[str, Any]:
-    """What was written last; empty where there is nothing that can be read."""
+    """The cursor that was written last; empty where there is nothing that can be read."""
     try:
         cursor = json.loads((run / CURSOR).read_text())
     except (OSError, ValueError):

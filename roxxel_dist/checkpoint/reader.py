@@ -92,7 +92,7 @@ class CheckpointReader:
         return files.open_folder(self.folder, read_only=not writes, sweeps=sweeps, in_bucket=in_bucket)
 
     def settle(self, limit_s: float | None = None) -> None:
-        """Until nothing is being saved; a reader saves nothing."""
+        """Wait until nothing is being saved; a reader saves nothing."""
         del limit_s
 
     def steps(self) -> list[int]:
@@ -190,7 +190,8 @@ class CheckpointReader:
 
     def param_shapes(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and types of a checkpoint's parameters by name. It raises what `meta` does."""
-        return files.parameter_shapes(self._read(step)[0].shapes)
+        saved = files.select_prefix(files.PARAMS, self._read(step)[0].shapes)
+        return {name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for name, (*shape, kind) in saved.items()}
 
     def rest_shapes(self, step: int) -> dict[str, list[Any]]:
         """The same of what a checkpoint has beside parameters and moments, as `files.shapes` gives them."""

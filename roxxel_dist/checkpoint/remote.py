@@ -71,8 +71,8 @@ class RemoteCheckpoints:
         store: ObjectStore,
         folder: Path,
         *,
-        before_table: Callable[[], None] = lambda: None,
-        check_run: Callable[[], None] = lambda: None,
+        before_table: Callable[[], None],
+        check_run: Callable[[], None],
     ) -> None:
         self._store, self._folder, self._before_table = store, folder, before_table
         self.check_run: Callable[[], None] = check_run
@@ -121,7 +121,7 @@ class RemoteCheckpoints:
             self._store.upload(temporary / f"{TABLE}.{rank}", _key(step, f"{TABLE}.{rank}"))
 
     def gather_parts(self, temporary: Path, step: int, ranks: int) -> None:
-        """On rank 0, fetch what it needs of the other ranks' parts to join them: tables and indices, no arrays."""
+        """Fetch, on rank 0, what it needs of the other ranks' parts to join them: tables and indices, no arrays."""
         with ThreadPoolExecutor(FETCHES) as threads:
             hollow = threads.map(partial(self._gather_part, temporary, step), range(1, ranks))
             self._hollow = [name for names in hollow for name in names]
@@ -141,7 +141,7 @@ class RemoteCheckpoints:
         return [name for name in away if not part.files[name].digest]
 
     def commit(self, step: int, ranks: int) -> None:
-        """On rank 0, send what is left of a checkpoint that is complete in the local folder; its table last."""
+        """Send, on rank 0, what is left of a checkpoint that is complete in the local folder; its table last."""
         checkpoint = self._folder / str(step)
         for name in self._hollow:
             (checkpoint / name).unlink()
@@ -153,7 +153,7 @@ class RemoteCheckpoints:
         self._store.upload(checkpoint / TABLE, _key(step, TABLE))
 
     def keep_part(self, temporary: Path, step: int, rank: int, kept: Collection[int] | None) -> None:
-        """On the other ranks, after a save: let the own part take its place in the local folder, or take it away where
+        """Let the part of another rank than 0 take its place in the local folder after a save, or take it away where
         the save has failed (`kept` is None); and delete what is no longer kept."""
         own = temporary / files.STATE / f"{PROCESS}{rank}"
         with contextlib.suppress(OSError):

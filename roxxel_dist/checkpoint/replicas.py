@@ -91,7 +91,7 @@ class Channel:
             raise WrongKey("it does not know the key of this job")
 
     def send(self, data: Any) -> None:
-        """One frame: bytes, or anything that JSON can say."""
+        """Send a frame: bytes, or anything that JSON can say."""
         payload = memoryview(data if isinstance(data, bytes | memoryview) else json.dumps(data).encode())
         head = FRAME.pack(len(payload))
         self._socket.sendall(head + self._mac(self._out, self._sent, head, payload))
@@ -104,7 +104,7 @@ class Channel:
             self.send(data[begin : begin + FRAME_BYTES])
 
     def receive(self) -> bytearray:
-        """One frame."""
+        """Receive a frame."""
         head = bytes(self._bytes(FRAME.size))
         mac, (length,) = self._bytes(MAC), FRAME.unpack(head)
         if length > FRAME_BYTES:
@@ -116,11 +116,11 @@ class Channel:
         return payload
 
     def receive_json(self) -> Any:
-        """One frame that says something."""
+        """Receive a frame of JSON."""
         return json.loads(self.receive())
 
     def receive_all(self, size: int) -> bytearray:
-        """What `send_all` sent, `size` bytes."""
+        """Receive what `send_all` sent, `size` bytes."""
         data = bytearray()
         while len(data) < size:
             data += self.receive()
@@ -281,5 +281,5 @@ class CopyServer:
 
 
 def block_files(folder: Path) -> list[Path]:
-    """All files of blocks in a folder, this host's own and copies, in an order that all of its ranks see."""
+    """The files of blocks in a folder, this host's own and copies, in an order that all of its ranks see."""
     return sorted(path for path in folder.iterdir() if path.name.partition("-")[0] in ("0", "1"))

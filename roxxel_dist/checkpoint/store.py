@@ -43,7 +43,7 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveResult:
-    """How a save ended."""
+    """The end of a save."""
 
     step: int
     problem: str = ""
@@ -326,7 +326,7 @@ class CheckpointStore(CheckpointReader):
         return self._ended.popleft()
 
     def settle(self, limit_s: float | None = None) -> None:
-        """Until the save that was begun is over, well or not; or for so many seconds."""
+        """Wait until the save that was begun is over, well or not; or for so many seconds."""
         if self._pending is None:
             return
         save, finished = self._pending
@@ -354,7 +354,7 @@ class CheckpointStore(CheckpointReader):
             raise StoreTimeoutError(text)
 
     def wait(self) -> None:
-        """Until the last save is complete. Raises SaveError where it failed, now or earlier."""
+        """Wait until the last save is complete. Raises SaveError where it failed, now or earlier."""
         self.settle()
         if self._problem:
             raise SaveError(self._problem)

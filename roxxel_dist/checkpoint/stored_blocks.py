@@ -35,7 +35,7 @@ from roxxel_dist.checkpoint.digests import (
 
 
 def check_checkpoint(checkpoint: Path, step: int, progress: CountBytes | None = None) -> list[str]:
-    """What is wrong with a checkpoint: its files, and the arrays in them."""
+    """The problems of a checkpoint: its files, and the arrays in them."""
     try:
         _, table = read_verified(checkpoint, step)
     except ValueError as error:
@@ -48,7 +48,7 @@ def check_checkpoint(checkpoint: Path, step: int, progress: CountBytes | None = 
 def wrong_blocks(
     checkpoint: Path, blocks: Iterable[tuple[str, BlockDigest]], progress: CountBytes | None = None
 ) -> dict[tuple[str, BlockDigest], str]:
-    """What is wrong with blocks of arrays, given by name, without those that agree; each is read from the files."""
+    """The problems of blocks of arrays, given by name, without those that agree; each is read from the files."""
 
     opened = functools.cache(partial(_open, checkpoint / STATE))  # an array has many blocks
 
@@ -96,7 +96,7 @@ class ByteRange(NamedTuple):
 
 
 class Index:
-    """Where the values of a database lie. Small ones are in its nodes.
+    """The places of the values of a database. Small ones are in its nodes.
 
     Args:
         state: the folder of the database, of which the manifest must be there.
@@ -137,7 +137,7 @@ METRICS_OF_STORES = "/tensorstore/kvstore/"
 
 @cache
 def avoid_leaks() -> None:
-    """From now on, tensorstore answers this process without JSON what Orbax asks in every save.
+    """Let tensorstore answer this process, from now on, without JSON what Orbax asks in every save.
 
     The specification of a plain folder is made from its path. The metrics of stores are empty, for all who ask.
     A tensorstore that has these functions no more is left as it is.

@@ -11,8 +11,8 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.corpus.documents import TEXT_FILES
-from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents
-from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs
+from roxxel_dist.corpus.encode import encode_inputs
+from roxxel_dist.corpus.inputs import SHARD_NAME, SPLITS, BuildInputs, PathLike, check_settings, find_inputs
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
@@ -20,13 +20,12 @@ from roxxel_dist.data.files.discovery import BUILD_FILE, NoShardsError, names_ob
 from roxxel_dist.data.files.shard import Shard
 from roxxel_dist.data.files.slices import TokenFile, fingerprints
 from roxxel_dist.data.files.writer import write_shards
-from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
+from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE
 from roxxel_dist.data.verify import find_damage
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.display import ProgressBars
 
-SHARD_NAME = "shard_{:05d}.rox".format
 APPENDED = "appended"
 """The key in build.json of the inputs of each append, in order."""
 
@@ -95,9 +94,9 @@ def append(
             options = inputs.options(tokenizer if corpus is not None else None, separator).continue_from(
                 last.metadata, last.dtype, last.path
             )
-            tally = Tally()
+            tally, path, processes = Tally(), out / TOKENIZER_FILE, workers or len(os.sched_getaffinity(0))
             separated = separator is not None
-            items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log, tally, separated=separated)
+            items = encode_inputs(inputs, "", 0, tokenizer, path, processes, log, tally, separated=separated)
             if not write_shards(staged, SHARD_NAME, items, options, after=last.metadata):
                 raise UserError("nothing to append: every document is empty")
             shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
@@ -145,30 +144,8 @@ def _record(out: Path) -> dict[str, Any]:
     )
 
 
-def _items(
-    inputs: BuildInputs,
-    tokenizer: Tokenizer | None,
-    path: Path,
-    workers: int | None,
-    log: ProgressBars,
-    tally: Tally,
-    *,
-    separated: bool,
-) -> Iterator[Any]:
-    """The documents of the inputs as arrays of ids."""
-    if inputs.corpus is None:
-        with log.bar("copying", inputs.size) as advance:
-            yield from inputs.arrays("", 0, advance)
-        return
-    assert tokenizer is not None
-    processes = 0 if inputs.size < PARALLEL_BYTES else workers or len(os.sched_getaffinity(0))
-    with log.bar(f"encoding with {tokenizer.vocab_size} ids", inputs.size) as advance:
-        texts = inputs.texts("", tally=tally)
-        yield from encode_documents(texts, tokenizer, path, processes, advance, tally, separated=separated)
-
-
 def count_repeated(there: Sequence[TokenFile], new: Sequence[TokenFile]) -> int:
-    """How many documents of the `new` shards have the tokens of a document in the shards that are `there`.
+    """The number of documents of the `new` shards have the tokens of a document in the shards that are `there`.
 
     Only documents that are as long as a new one are read and hashed (xxh3-128), so most of a data set with long
     documents is not; at most all tokens are read once.

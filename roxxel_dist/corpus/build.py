@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from roxxel_dist.corpus.documents import TEXT_FILES, pieces
-from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents, train_on
-from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs, load_tokenizer
+from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_inputs, train_on
+from roxxel_dist.corpus.inputs import (
+    SHARD_NAME,
+    SPLITS,
+    BuildInputs,
+    PathLike,
+    check_settings,
+    find_inputs,
+    load_tokenizer,
+)
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.corpus.to_bucket import BucketOut
 from roxxel_dist.data.dataset import Roxxel
@@ -33,7 +41,6 @@ from roxxel_dist.utils.voice import argument
 
 MAX_SHARD_BYTES = 256 << 20
 PARTS = ".build.parts"
-SHARD_NAME = "shard_{:05d}.rox".format
 
 
 def build(
@@ -223,20 +230,13 @@ def _make(
         last = _finished(parts / split)
         if last is not None:
             log.line(f"continuing after {last.index + 1} finished shards of an interrupted build")
-        skipped, name = last.first_document + last.documents if last else 0, f" for {split}" if split else ""
-        encoder = tokenizer if inputs.corpus is not None else None
-        what = f"copying{name}" if encoder is None else f"encoding{name} with {encoder.vocab_size} ids"
-        with log.bar(what, inputs.size) as advance:
-            if encoder is not None:
-                texts = inputs.texts(split, skipped, tally)
-                items = encode_documents(texts, encoder, path, workers, advance, tally, separated=inputs.eos)
-                options = inputs.options(encoder, encoder.eos_id if inputs.eos else None)
-            else:
-                items = inputs.arrays(split, skipped, advance)
-                options = inputs.options(tokenizer, inputs.source.shards[0].metadata.separator)
-            written = write_shards(
-                parts / split, SHARD_NAME, items, options, after=last, finished=partial(finished, split)
-            )
+        skipped = last.first_document + last.documents if last else 0
+        items = encode_inputs(inputs, split, skipped, tokenizer, path, workers, log, tally, separated=inputs.eos)
+        if tokenizer is not None and inputs.corpus is not None:
+            options = inputs.options(tokenizer, tokenizer.eos_id if inputs.eos else None)
+        else:
+            options = inputs.options(tokenizer, inputs.source.shards[0].metadata.separator)
+        written = write_shards(parts / split, SHARD_NAME, items, options, after=last, finished=partial(finished, split))
         if not written and last is None:
             if split:
                 share = argument("val_fraction", inputs.val_fraction)

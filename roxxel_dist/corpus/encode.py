@@ -1,4 +1,4 @@
-"""From texts to token ids, in order, on several processes.
+"""Encodes texts as token ids, in order, on several processes.
 
 A worker process (this module as a program) encodes with one thread. That costs less CPU time than `encode_batch` on the
 threads of the `tokenizers` library (`benchmarks/data_build.py`), and ids become arrays in parallel too. Its messages
@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -29,6 +29,10 @@ from roxxel_dist.data.files.writer import TextDocument
 from roxxel_dist.data.tokenizer.tokenizer import Kind, Tokenizer, train_tokenizer
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.utils.display import ProgressBars
+
+if TYPE_CHECKING:  # a worker does without
+    from roxxel_dist.corpus.inputs import BuildInputs
 
 BATCH_CHARACTERS = 1 << 20
 PARALLEL_BYTES = 8 << 20
@@ -36,6 +40,32 @@ PARALLEL_BYTES = 8 << 20
 END_LIMIT_S = 10.0
 Batch = list[tuple[str, bool, int]]
 """(a document or a piece of one, whether the document ends with it, the bytes read for it)."""
+
+
+def encode_inputs(
+    inputs: "BuildInputs",
+    split: str,
+    skipped: int,
+    tokenizer: Tokenizer | None,
+    path: Path,
+    workers: int,
+    log: ProgressBars,
+    tally: Tally,
+    *,
+    separated: bool,
+) -> Iterator[np.ndarray | TextDocument]:
+    """The documents of a split without the first `skipped`, with a bar: texts as `encode_documents` has them, tokens as
+    they are."""
+    name = f" for {split}" if split else ""
+    if inputs.corpus is None:
+        with log.bar(f"copying{name}", inputs.size) as advance:
+            yield from inputs.arrays(split, skipped, advance)
+        return
+    assert tokenizer is not None
+    processes = 0 if inputs.size < PARALLEL_BYTES else workers
+    with log.bar(f"encoding{name} with {tokenizer.vocab_size} ids", inputs.size) as advance:
+        texts = inputs.texts(split, skipped, tally)
+        yield from encode_documents(texts, tokenizer, path, processes, advance, tally, separated=separated)
 
 
 def encode_documents(

@@ -171,7 +171,7 @@ class _Found:
         return files, folders
 
     def counts(self) -> list[str]:
-        """What is not read, as text."""
+        """The files that are not read, in numbers, as text."""
         found: list[str] = []
         for reason, every in self.passed_by.items():
             paths = [path for path in every if reason == SECOND_NAMES or os.path.realpath(path) not in self.names]

@@ -22,6 +22,7 @@ from roxxel_dist.utils.display import ProgressBars
 from roxxel_dist.utils.voice import argument
 
 SPLITS = ("train", "val")
+SHARD_NAME = "shard_{:05d}.rox".format
 PathLike = str | os.PathLike[str]
 
 

@@ -1,4 +1,4 @@
-"""What a build leaves out of its texts, and what its tokenizer changes of them, in numbers."""
+"""Counts of what a build leaves out of its texts, and of what its tokenizer changes of them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class Tally:
     """Documents whose letters became the id of end-of-text."""
 
     def add(self, text_bytes: int, encoded: Encoded) -> None:
-        """One document."""
+        """Count a document."""
         self.documents += 1
         self.text_bytes += text_bytes
         self.changed += encoded.is_changed
@@ -57,7 +57,7 @@ class Tally:
         self.ends += encoded.ends > 0
 
     def lines(self) -> list[str]:
-        """What people should know, a line each."""
+        """The lines about what people should know."""
         found: list[str] = []
         if self.empty:
             found.append(f"left out: {self.empty:,} empty or missing texts")
@@ -80,7 +80,7 @@ class Tally:
 
 
 def changes(tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[list[int]]) -> list[Encoded]:
-    """How the ids of each text differ from it, with empty `ids`. Costs a decoding, unless the tokenizer is lossless."""
+    """The difference of each text from its ids, with empty `ids`; a decoding, unless the tokenizer is lossless."""
     if tokenizer.is_lossless:
         return [Encoded(b"")] * len(texts)
     unknown, end = tokenizer.unknown_id, tokenizer.end_id

@@ -20,7 +20,7 @@ from roxxel_dist.process.exit_codes import UserError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PassesApart(Allocation):
-    """What a phase reads of one data set: the rest of a pass, and then whole passes."""
+    """The windows that a phase reads of one data set: the rest of a pass, and then whole passes."""
 
     def offsets(self, first: int, stop: int) -> np.ndarray:
         """int64[stop - first]: the first tokens of the windows [first, stop), in the order in which they are read."""

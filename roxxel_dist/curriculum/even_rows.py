@@ -73,7 +73,7 @@ class EvenRows:
         return Rows(np.zeros(size, np.int32), offset, self._shape.seq_len, self._shape.packing == "documents")
 
     def tokens(self, step: int) -> int:
-        """How many tokens the batches before `step` have."""
+        """The number of tokens that the batches before `step` have."""
         return step * self._shape.batch_size * self._shape.seq_len
 
     @cached_property

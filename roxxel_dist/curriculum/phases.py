@@ -1,4 +1,4 @@
-"""What a person writes down: phases, and the curriculum they make with a data set."""
+"""The phases that a person writes down, and the curriculum they make with a data set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -261,7 +261,10 @@ class Curriculum:
         self.passes: Passes = passes
         self._order: int = ORDERS[passes]
         self._given = all_phases(phases)
-        self.phases: tuple[Phase, ...] = self._with_steps(self._order)
+        counted: list[Phase] = []
+        for phase in self._given:
+            counted.append(phase if phase.epochs is None else self._counted(phase, counted))
+        self.phases: tuple[Phase, ...] = tuple(counted)
         """With their steps; those that were given with epochs are new objects."""
 
     def __repr__(self) -> str:
@@ -269,19 +272,12 @@ class Curriculum:
         others = f", others={list(self.mix_streamers)}" if self.mix_streamers else ""
         return f"Curriculum({list(self.phases)}, steps={self.total_steps}{others})"
 
-    def _with_steps(self, order: int) -> tuple[Phase, ...]:
-        """The phases with the steps that `epochs` come to, in a plan of this order."""
-        phases: list[Phase] = []
-        for phase in self._given:
-            phases.append(phase if phase.epochs is None else self._counted(phase, phases, order))
-        return tuple(phases)
-
-    def _counted(self, phase: Phase, before: Sequence[Phase], order: int) -> Phase:
+    def _counted(self, phase: Phase, before: Sequence[Phase]) -> Phase:
         """A phase that begins after others, with steps instead of epochs."""
         assert phase.epochs is not None
         shape = phase.shape
         # In the units that the whole curriculum uses, or phases that add up to a pass would read more than one.
-        longest = longest_window([each.shape for each in self._given], "self", order)
+        longest = longest_window([each.shape for each in self._given], "self", self._order)
         rows = rows_in_a_pass(self.primary_streamer.ranges, shape.seq_len, longest)
         pass_steps = rows // shape.batch_size
         steps = floor(pass_steps * phase.epochs + 1e-9)  # 0.29 of 100 is 28.999999999999996
@@ -292,7 +288,7 @@ class Curriculum:
                 f"seq_len, or more text"
             )
         if len(shape.weights) > 1:
-            if order == APART:
+            if self._order == APART:
                 wanted = floor(rows * phase.epochs + 1e-9)
                 return replace(phase, steps=self._steps_until(wanted, phase, before), epochs=None)
             # A pass of a blend by row leaves less than a batch of rows unread.
@@ -339,7 +335,7 @@ class Curriculum:
 
     @property
     def datasets(self) -> dict[str, Roxxel]:
-        """All data sets by name, "self" first."""
+        """The data sets by name, "self" first."""
         return {"self": self.primary_streamer, **self.mix_streamers}
 
     @property
@@ -348,7 +344,7 @@ class Curriculum:
         return tuple(phase.shape for phase in self.phases)
 
     def plan(self, seed: int, max_passes: int | None = None) -> Plan:
-        """What every step reads, for this seed.
+        """The plan of what every step reads, for this seed.
 
         Args:
             seed: of all orders.

@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
 
 class Plan:
-    """What each step trains on.
+    """The rows that each step trains on.
 
     Args:
         phases: their shapes.
@@ -139,6 +139,7 @@ class Plan:
         *,
         datasets: Mapping[str, Ranges] | None = None,
         skip: int = 0,
+        is_fork: bool = False,
     ) -> "Plan":
         """This plan up to `step`, and another from there on.
 
@@ -152,6 +153,7 @@ class Plan:
             datasets: all data sets by name, with their ranges; the ones there are where not given. Ranges may be
                 added behind those of a data set, and whole data sets may come and go.
             skip: leave out what the next so many steps of this plan would have read.
+            is_fork: ranges may be taken away from a data set too; then its next pass begins at `step`.
 
         Returns:
             A new plan; this one stays what it is.
@@ -160,21 +162,6 @@ class Plan:
             ValueError: the step is outside the plan or before the last amendment, a data set holds no such window, or
                 has other ranges than before.
         """
-        return self._amended(step, phases, datasets, skip, is_fork=False)
-
-    def fork(self, step: int, phases: Sequence[Shape], *, datasets: Mapping[str, Ranges]) -> "Plan":
-        """Amend the plan; ranges may be taken away from a data set too: then its next pass begins at `step`."""
-        return self._amended(step, phases, datasets, 0, is_fork=True)
-
-    def _amended(
-        self,
-        step: int,
-        phases: Sequence[Shape] | None,
-        datasets: Mapping[str, Ranges] | None,
-        skip: int,
-        *,
-        is_fork: bool,
-    ) -> "Plan":
         last = self.amendments[-1]
         if not last.from_step <= step <= self.total_steps:
             raise UserError(
@@ -273,21 +260,26 @@ class Plan:
         return shape.batch_size, shape.seq_len
 
     def tokens(self, step: int) -> int:
-        """How many tokens the steps before `step` read."""
+        """The tokens that the steps before `step` read."""
         return self._sum(step, lambda shape: shape.tokens)
 
     def predicted_tokens(self, step: int) -> int:
-        """How many tokens the steps before `step` compute: of each row all but one."""
+        """The tokens that the steps before `step` compute: of each row all but one."""
         return self._sum(step, lambda shape: shape.predicted_tokens)
 
     def _sum(self, step: int, of: Callable[[Shape], int]) -> int:
         """The sum of a number of each step before `step`, by its shape."""
-        ends = [*(amendment.from_step for amendment in self.amendments[1:]), step]
-        spans = zip(self.amendments, ends, strict=True)
-        return sum(_sum(a.shapes, a.from_step, min(end, step), of) for a, end in spans if a.from_step < step)
+        ends, total = [*(amendment.from_step for amendment in self.amendments[1:]), step], 0
+        for amendment, end in zip(self.amendments, ends, strict=True):
+            first = 0
+            for shape in amendment.shapes:
+                stop = first + shape.steps
+                total += max(0, min(stop, end, step) - max(first, amendment.from_step)) * of(shape)
+                first = stop
+        return total
 
     def rows_read(self, first: int, stop: int) -> dict[str, int]:
-        """How many rows of each data set the steps [first, stop) read, both counted from 0.
+        """The rows of each data set that the steps [first, stop) read, both counted from 0.
 
         Raises IndexError: the plan has no such step.
         """
@@ -385,16 +377,6 @@ def _shares(shape: Shape, rows: Mapping[str, int]) -> Iterator[str]:
         # A short phase has no exact shares: a step or a row more or less is none's.
         is_near = abs(rows[name] - whole * weight / weights) <= len(shape.weights) * shape.rows_per_item
         yield f"{name} {asked}" if is_near or asked == read else f"{name} {read} ({asked} asked)"
-
-
-def _sum(shapes: Sequence[Shape], low: int, high: int, of: Callable[[Shape], int]) -> int:
-    """The sum of a number of each of the steps [low, high) of some phases, by its shape."""
-    first = total = 0
-    for shape in shapes:
-        stop = first + shape.steps
-        total += max(0, min(stop, high) - max(first, low)) * of(shape)
-        first = stop
-    return total
 
 
 def _events(plan: Plan) -> list[tuple[int, str]]:

@@ -193,7 +193,7 @@ class Roxxel:
             yield from map(part.document, range(part.documents))
 
     def read_documents(self) -> Iterator[np.ndarray]:
-        """All documents in order, as in iteration, but read into memory instead of views of the mapped files.
+        """The documents in order, as in iteration, but read into memory instead of views of the mapped files.
 
         Raises ValueError: a file is truncated. The message names it.
         """

@@ -32,7 +32,7 @@ class ScoredRow(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What is known of a question beside its rows, one for each choice."""
+    """A question, without the rows of its choices."""
 
     answer: int
     """The right choice, from 0."""

@@ -52,7 +52,7 @@ def steps_in_a_pass(ranges: Ranges, seq_len: int, batch_size: int) -> int:
 
 
 class Units:
-    """All units of `size` tokens in some ranges, numbered from 0 in the order of the corpus."""
+    """The units of `size` tokens in some ranges, numbered from 0 in the order of the corpus."""
 
     def __init__(self, ranges: Ranges, size: int) -> None:
         self.ranges = ranges

@@ -220,14 +220,13 @@ class VerifiedBlocks:
 PIECE_BYTES = 1 << 24
 
 
-def verify_objects(url: str, progress: ProgressBars, config: RemoteConfig | None = None) -> tuple[list[str], str]:
+def verify_objects(url: str, progress: ProgressBars) -> tuple[list[str], str]:
     """(a line for each damaged shard, a summary line) for the shards at an address.
 
     Raises NoShardsError: there are none. StoreError: the store fails.
     """
-    timeout_s = (config or RemoteConfig()).store_timeout
     try:
-        store, entries = find_shards(ObjectUrl.parse(url), timeout_s)
+        store, entries = find_shards(ObjectUrl.parse(url), RemoteConfig().store_timeout)
     except NoShardsError:
         raise
     except ValueError as error:  # a damaged footer

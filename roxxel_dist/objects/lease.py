@@ -151,7 +151,7 @@ class Lease:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the start of the last successful renewal."""
+        """The seconds since the start of the last successful renewal."""
         return time.monotonic() - self._renewed
 
     def check(self) -> None:

@@ -152,7 +152,7 @@ class ObjectStore:
         return sorted(infos, key=lambda info: info.key), sorted(names)
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
-        """All objects below a prefix of whole key parts: "a" includes a/b, but not ab. Sorted by key."""
+        """The objects below a prefix of whole key parts: "a" includes a/b, but not ab. Sorted by key."""
         from obstore import list as pages
 
         infos: dict[str, ObjectInfo] = {}

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from itertools import chain, count
 from pathlib import Path, PosixPath
 from typing import Any, Self
@@ -43,7 +44,6 @@ IN_FOLDERS = (
     "data/build.json",
 )
 """What a run takes for its own in its folders, and deletes; it only adds to others, such as `logs`."""
-STUDY = "study.yaml"
 
 
 def check_run_folder(run: Path, name: str = "") -> None:
@@ -61,7 +61,7 @@ def check_run_folder(run: Path, name: str = "") -> None:
         raise UserError(f"run_dir is {name}, {what}: name a folder for this run alone, such as {other}")
     names = sorted(path.name for path in run.iterdir() if path.suffix in ENDINGS and path.is_file())
     names += [f"{part}/{file.name}" for part in ("train", "val") for file in (run / part).glob("*.rox")]
-    what = "a data set" if names else "a study" if (run / STUDY).exists() else ""
+    what = "a data set" if names else "a study" if (run / DEFINITION).exists() else ""
     if not names and not what and not (run / LOCK).exists():  # with it, they may be of a run that ended at its start
         names = [name for name in RUN_FILES if os.path.lexists(run / name)]
         inside = dict.fromkeys(path for pattern in IN_FOLDERS for path in sorted(run.glob(pattern)))
@@ -69,7 +69,7 @@ def check_run_folder(run: Path, name: str = "") -> None:
     elif (run / RUN_FILES[0]).exists():  # a run writes its cursor before its config
         names = [RUN_FILES[0], *names]
     if what or names:
-        found = ", ".join(names[:3]) or STUDY
+        found = ", ".join(names[:3]) or DEFINITION
         text = f"holds {what} ({found})" if what else f"has {found}, which no run made and a run would replace"
         config, cure = run / RUN_FILES[0], ""
         if not what and config.is_file() and (not (data := config.read_bytes()) or b"\nrecord:\n" in data):
@@ -107,7 +107,7 @@ class RunResult(PosixPath):
     """The last finished step."""
 
     @classmethod
-    def of_step(cls, run: Path, step: int, *, stopped: bool) -> Self:
+    def of_step(cls, run: Path, step: int | None, *, stopped: bool) -> Self:
         """The result of a training run."""
         result = cls(run)
         result.stopped, result.step = stopped, step
@@ -115,7 +115,7 @@ class RunResult(PosixPath):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies, and pickles, keep how the training ended."""
-        return _run_result, (str(self), self.stopped, self.step)
+        return partial(RunResult.of_step, stopped=self.stopped), (Path(*self.parts), self.step)
 
     def with_segments(self, *segments: Any) -> Path:
         """A path below or beside it, as a plain path."""
@@ -126,12 +126,6 @@ class RunResult(PosixPath):
         if self.step is None:
             return repr(Path(self))
         return f"<run {self}: {'stopped' if self.stopped else 'ended'} after step {self.step}>"
-
-
-def _run_result(path: str, stopped: bool, step: int | None) -> RunResult:
-    result = RunResult(path)
-    result.stopped, result.step = stopped, step
-    return result
 
 
 class RunDirectory:

@@ -21,6 +21,7 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
 
 if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectStore
     from roxxel_dist.place.bucket_run import BucketRun
 
 RunName = str | os.PathLike[str]
@@ -44,15 +45,13 @@ def bucket_folder(run: RunName, local_dir: str | Path | None = None, *, read_onl
     return BucketFolder(run, local_dir, read_only=read_only) if is_url(run) else None
 
 
-def bucket_run(
-    run: RunName, local_dir: str | Path | None = None, *, read_only: bool = True, timeout_s: float | None = None
-) -> BucketRun | None:
-    """A run in a bucket with its checkpoints, for which jax is imported; None where the run is a folder."""
+def bucket_run(run: RunName) -> BucketRun | None:
+    """A run in a bucket with its checkpoints, to be read: jax is imported for it. None where the run is a folder."""
     if not is_url(run):
         return None
     from roxxel_dist.place.bucket_run import BucketRun
 
-    return BucketRun(run, local_dir, read_only=read_only, timeout_s=timeout_s)
+    return BucketRun(run, read_only=True)
 
 
 def local_run(run: RunName, local_dir: str | Path | None = None, *, read_only: bool = True) -> Path:
@@ -60,10 +59,6 @@ def local_run(run: RunName, local_dir: str | Path | None = None, *, read_only: b
     bucket = bucket_folder(run, local_dir, read_only=read_only)
     return Path(run) if bucket is None else bucket.pull()
 
-
-if TYPE_CHECKING:
-    from roxxel_dist.objects.store import ObjectStore
-    from roxxel_dist.objects.url import ObjectUrl
 
 POLL_S, BUCKET_POLL_S = 0.1, 1.0
 

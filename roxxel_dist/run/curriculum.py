@@ -139,7 +139,7 @@ SHOWN = 60
 
 
 def saved_metadata(run: Path) -> CheckpointMetadata | None:
-    """What the newest checkpoint of a run says; None without a checkpoint."""
+    """The metadata of the newest checkpoint of a run; None without a checkpoint."""
     return _metadata_of(_newest(run))
 
 

@@ -136,7 +136,7 @@ def evaluate(
             if eval_iters is not None:
                 config = dataclasses.replace(config, eval_iters=eval_iters)
             config = _with_kernel(config, plan, saved)
-            tokenizer = _tokenizer(folder, data)
+            tokenizer = Tokenizer.load(folder / TOKENIZER) if (folder / TOKENIZER).exists() else data.tokenizer
             found = open_tasks(config, tokenizer, tasks, "eval_tasks" if tasks is None else "--tasks")
             components, sets = _components(config, data, plan, validation, folder, needed=not found)
             compiler = AotCompiler(evaluation_mesh(components))
@@ -290,11 +290,6 @@ def _measures(
     evaluator = Validation.of_steps(sets, train, steps, model, compiler, rows)
     scores = TaskScores(tasks, split, compiler, steps.sharding, plan.shapes, options.compute_dtype)
     return state, hparams, evaluator, scores
-
-
-def _tokenizer(run: Path, data: Roxxel) -> Tokenizer | None:
-    """That of the run, else that of the data."""
-    return Tokenizer.load(run / TOKENIZER) if (run / TOKENIZER).exists() else data.tokenizer
 
 
 def evaluation_mesh(components: RunComponents) -> Mesh:

@@ -59,7 +59,7 @@ SAMPLE_AFTER_S = 30.0
 
 
 class Experiment:
-    """One run of a `Config`, on however many processes this one belongs to.
+    """A run of a `Config`, on however many processes this one belongs to.
 
     Args:
         config: a `Config`; later changes to it have no effect.
@@ -158,7 +158,25 @@ class Experiment:
                 # A trial goes on where there is room; what is other there is a line of its log.
                 is_free = amend or bool(fork_name) or is_trial
                 check = partial(self._check_continuation, run, past, components, is_free)
-                loop = Loop.open(self._parts(run, components, tasks, amend, origin, bucket), check)
+                loop = Loop.open(
+                    Parts(
+                        components.build,
+                        components.optimizer,
+                        components.curriculum,
+                        components.loss,
+                        run,
+                        validation=components.validation,
+                        tasks=tasks,
+                        mesh=components.mesh(),
+                        grad_accum=components.grad_accum,
+                        amend=amend,
+                        origin=origin,
+                        trackers=trackers_of(self.config, run),
+                        bucket=bucket,
+                        options=components.options,
+                    ),
+                    check,
+                )
                 undo.callback(loop.close)
                 if self.config.model or self.config.loss:
                     loop.try_loss()  # find mistakes in a model or a loss before files are written
@@ -326,32 +344,6 @@ class Experiment:
                 bucket.fetch_data()
 
         return open_corpus(self.config, path, run / DATA, begins=not past.config, share=share)
-
-    def _parts(
-        self,
-        run: Path,
-        components: RunComponents,
-        tasks: Sequence[Task],
-        amend: bool,
-        origin: ResumeSpec,
-        bucket: BucketRun | None,
-    ) -> Parts:
-        return Parts(
-            components.build,
-            components.optimizer,
-            components.curriculum,
-            components.loss,
-            run,
-            validation=components.validation,
-            tasks=tasks,
-            mesh=components.mesh(),
-            grad_accum=components.grad_accum,
-            amend=amend,
-            origin=origin,
-            trackers=trackers_of(self.config, run),
-            bucket=bucket,
-            options=components.options,
-        )
 
     def _run(
         self, loop: Loop, run: Path, tokenizer: Tokenizer | None, prompt: list[int], bucket: BucketRun | None

@@ -1,4 +1,4 @@
-"""Where a run continues from, which data it has read until then, and decay branches: forks whose rate falls."""
+"""The place that a run continues from, the data read until then, and decay branches: forks whose rate falls."""
 
 import copy
 import difflib
@@ -34,7 +34,7 @@ from roxxel_dist.utils.voice import argument
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """Where a run continues from: its own checkpoint, the run that it is forked from, or nothing."""
+    """The place that a run continues from: its own checkpoint, the run that it is forked from, or nothing."""
 
     saved: dict[str, Any]
     """The config that its directory holds; empty for a new run."""

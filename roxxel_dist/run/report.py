@@ -26,7 +26,7 @@ UNKNOWN = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run, read from disk."""
+    """A run, read from disk."""
 
     name: str
     """Its name among the compared runs."""
@@ -46,7 +46,7 @@ class Run:
         return [(row.get("tokens", math.nan), row[metric]) for row in self.rows if metric in row]
 
     def newest(self, metric: str) -> float | None:
-        """Its newest value; NaN if that is not finite, None if there is none."""
+        """The newest value of a metric; NaN if that is not finite, None if there is none."""
         last = next((row for row in reversed(self.rows) if metric in row), None)
         gap = self.gaps.get(metric, [None])[-1]
         if gap is not None and (last is None or gap.get("step", 0) > last.get("step", 0)):

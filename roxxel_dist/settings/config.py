@@ -1,4 +1,4 @@
-"""All settings of a run in one flat object, from and to YAML.
+"""The settings of a run in one flat object, from and to YAML.
 
 Each component declares its own fields, in a dataclass beside it; `Config` is their union. A `Config` may be changed
 freely: the components check the values when they are taken out of it with `part`. Decision 30.
@@ -199,7 +199,7 @@ class Config(_Copied):
                 raise UserError(f"{place}{name} {state}: it must be {type_name(FIELD_TYPES[name])}{cure}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name, as plain values for YAML."""
+        """The fields by name, as plain values for YAML."""
         return {name: getattr(self, name) for name in FIELD_TYPES}
 
     def save_yaml(self, path: str | Path, record: Mapping[str, Any] | None = None) -> None:

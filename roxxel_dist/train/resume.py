@@ -262,7 +262,7 @@ class _RequestedRun:
             return before.amend(step, self.shapes, datasets=ranges)
         for name, mine in ranges.items():
             _check_ranges(name, before.amendments[-1].sources, mine)
-        return before.fork(step, self.shapes, datasets=ranges)
+        return before.amend(step, self.shapes, datasets=ranges, is_fork=True)
 
     def _schedule(self, saved: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         """The learning rate of the run from now on, for its checkpoints; `saved` is what they say so far."""

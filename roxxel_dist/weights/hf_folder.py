@@ -53,7 +53,7 @@ def fields_of(folder: Path) -> dict[str, Any]:
 
     Raises ValueError if the Transformer cannot be that model; the message names the file and all obstacles.
     """
-    return _fields(folder / HF_CONFIG, _config_of(folder))
+    return _fields(folder / HF_CONFIG, _object_in(folder / HF_CONFIG))
 
 
 def end_ids(folder: Path) -> list[int]:
@@ -61,7 +61,7 @@ def end_ids(folder: Path) -> list[int]:
 
     Raises ValueError where it is neither an id of the model's vocabulary nor a list of such ids.
     """
-    config = _config_of(folder)
+    config = _object_in(folder / HF_CONFIG)
     size = config.get("vocab_size")
     for name in (GENERATION_CONFIG, HF_CONFIG):
         values = config if name == HF_CONFIG else _object_in(folder / name) if (folder / name).is_file() else {}
@@ -77,11 +77,6 @@ def end_ids(folder: Path) -> list[int]:
                 )
         return ids
     return []
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    """The contents of `config.json`."""
-    return _object_in(folder / HF_CONFIG)
 
 
 def _object_in(path: Path) -> dict[str, Any]:
@@ -115,7 +110,7 @@ class HfFolder(TensorFiles):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        values = _config_of(folder)
+        values = _object_in(folder / HF_CONFIG)
         config = ModelConfig(**_fields(folder / HF_CONFIG, values))
         self.tensors: dict[str, Tensors] = tensors_of(config, values["model_type"])
         if (folder / ADAPTER).is_file():
@@ -136,7 +131,7 @@ class HfFolder(TensorFiles):
             raise
 
     def params(self) -> dict[str, np.ndarray]:
-        """All parameters whole, in memory, of the type that the embedding is stored in; float16 as float32.
+        """The parameters, whole and in memory, of the type that the embedding is stored in; float16 as float32.
 
         Raises ValueError where one does not agree with its digest.
         """

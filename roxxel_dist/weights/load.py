@@ -396,7 +396,7 @@ def _at_base_width(config: Config) -> Config:
 
 
 def parameter_widths(config: Config, build: Callable[[], nnx.Module]) -> dict[str, Width]:
-    """How much wider each parameter of a model is than at its base width, with mup; otherwise empty."""
+    """The factor by which each parameter is wider than at its base width, with mup; otherwise empty."""
     if config.parametrization == "standard":
         return {}
     return widths(*(nnx.eval_shape(make) for make in (build, model_builder(_at_base_width(config)))))

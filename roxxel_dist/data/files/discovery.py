@@ -148,7 +148,7 @@ def unfinished_copies(folder: Path) -> list[str]:
 
 
 def build_record(data: bytes) -> dict[str, Any] | None:
-    """What `data build` has recorded, from the bytes of a `build.json`; None where another program made the file."""
+    """The record of `data build` in the bytes of a `build.json`; None where another program made the file."""
     try:
         record = json.loads(data)
     except ValueError:

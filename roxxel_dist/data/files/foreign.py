@@ -51,7 +51,7 @@ SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, eq=False)
 class ForeignFile:
-    """One open token file of another system, with the interface of a shard.
+    """An open token file of another system, with the interface of a shard.
 
     Opening is O(1) in the size of the file. It stays mapped as long as this object or an array taken from it lives.
     """

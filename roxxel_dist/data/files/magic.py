@@ -56,22 +56,10 @@ MAGICS: tuple[tuple[bytes, str, str], ...] = (
 MIN_TEXT = 64
 
 
-def _is_gzip(head: bytes, size: int) -> bool:
-    return head[3] < 0x20  # five flags are defined
-
-
-def _is_bzip2(head: bytes, size: int) -> bool:
-    return head[3:4].isdigit() and head[4:10] in (b"1AY&SY", b"\x17rE8P\x90")
-
-
-def _is_jpeg(head: bytes, size: int) -> bool:
-    return head[3] >= 0xC0
-
-
-CHECKS: dict[bytes, Callable[[bytes, int], bool]] = {
-    b"\x1f\x8b\x08": _is_gzip,
-    b"BZh": _is_bzip2,
-    b"\xff\xd8\xff": _is_jpeg,
+CHECKS: dict[bytes, Callable[[bytes], bool]] = {
+    b"\x1f\x8b\x08": lambda head: head[3] < 0x20,  # gzip: five flags are defined
+    b"BZh": lambda head: head[3:4].isdigit() and head[4:10] in (b"1AY&SY", b"\x17rE8P\x90"),
+    b"\xff\xd8\xff": lambda head: head[3] >= 0xC0,  # JPEG
 }
 """More tests of formats whose magic numbers are short enough for a chance match."""
 
@@ -84,7 +72,7 @@ def known_format(head: bytes, size: int) -> tuple[str, str] | None:
         size: bytes of the whole file.
     """
     for magic, what, fix in MAGICS:
-        if head.startswith(magic) and (size <= len(magic) or CHECKS.get(magic, lambda head, size: True)(head, size)):
+        if head.startswith(magic) and (size <= len(magic) or CHECKS.get(magic, lambda head: True)(head)):
             return what, fix
     if len(head) >= 16 and (what := _by_structure(head, size)) is not None:
         return what, AGAIN if "weights" in what else SAVE

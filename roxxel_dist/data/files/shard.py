@@ -1,4 +1,4 @@
-"""One `.rox` file: read in place through a memory map, written in one pass. `format.py` has its layout."""
+"""A `.rox` file: read in place through a memory map, written in one pass. `format.py` has its layout."""
 
 import os
 from array import array
@@ -45,7 +45,7 @@ class DamagedData(UserError):
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One open `.rox` file. Opening is O(1): it checks the size, the footer and the metadata, and reads nothing else.
+    """An open `.rox` file. Opening is O(1): it checks the size, the footer and the metadata, and reads nothing else.
 
     The file stays mapped as long as this object or an array taken from it lives.
     """

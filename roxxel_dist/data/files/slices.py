@@ -58,7 +58,7 @@ class ShardSlice:
         return int(self.shard.metadata.separator is not None)
 
     def read_documents(self) -> Iterator[np.ndarray]:
-        """All documents in order, by read(2) and not from the mapped file: [tokens].
+        """The documents in order, by read(2) and not from the mapped file: [tokens].
 
         Raises ValueError, naming the file, if it is truncated.
         """

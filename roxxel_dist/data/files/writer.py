@@ -1,4 +1,4 @@
-"""From a stream of documents to shards, with one document and no shard in memory; no value of a token changes."""
+"""Writes a stream of documents as shards, with one document and no shard in memory; no value of a token changes."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
@@ -120,7 +120,7 @@ def _write(target: Target, items: Iterable[Any], options: WriteOptions, append: 
 
 
 def as_array(item: Any, number: int) -> np.ndarray:
-    """One document as an array [tokens]: text becomes its UTF-8 bytes (uint8), arrays are unchanged."""
+    """A document as an array [tokens]: text becomes its UTF-8 bytes (uint8), arrays are unchanged."""
     if isinstance(item, str):
         item = item.encode()
     if isinstance(item, (bytes, bytearray, memoryview)):

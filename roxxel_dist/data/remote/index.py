@@ -181,16 +181,12 @@ def pack(entries: Sequence[ShardEntry]) -> bytes:
     shards = [
         {
             **vars(entry),
-            **{name: _column(entry, name).tobytes() for name in ("sums", "ends", "firsts")},
+            **{name: getattr(entry, name).tobytes() for name in ("sums", "ends", "firsts")},  # little-endian
         }
         for entry in entries
     ]
     body = zlib.compress(msgpack.packb({"shards": shards}) or b"", 1)
     return HEAD.pack(MAGIC, checksum(body)) + body
-
-
-def _column(entry: ShardEntry, name: str) -> np.ndarray:
-    return getattr(entry, name).astype("<i8" if name == "firsts" else "<u8")
 
 
 def unpack(where: object, data: bytes) -> list[ShardEntry]:

@@ -160,7 +160,7 @@ class RemoteEnds:
 
 @dataclass(frozen=True, eq=False)
 class RemoteShard(Shard):
-    """One `.rox` object. `tokens` and `document_ends` fetch what is read of them; `checksums` is empty."""
+    """A `.rox` object in a bucket. `tokens` and `document_ends` fetch what is read of them; `checksums` is empty."""
 
     entry: ShardEntry
     chunks: Chunks
@@ -244,10 +244,10 @@ class RemoteShard(Shard):
         """Does nothing: each part of a table is verified with its digest when it is fetched."""
 
     def verify_checksums(self) -> None:
-        """Nothing, as `verify_tables`."""
+        """Does nothing, as `verify_tables`."""
 
     def verify_document_ends(self) -> None:
-        """Nothing, as `verify_tables`."""
+        """Does nothing, as `verify_tables`."""
 
 
 def damage_of(shard: RemoteShard, chunk: int, damaged: Sequence[int]) -> DamagedData:

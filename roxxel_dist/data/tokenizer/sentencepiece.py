@@ -63,7 +63,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def ids(self) -> list[int]:
-        """All ids, sorted."""
+        """The ids, sorted."""
         return list(range(self.vocab_size))
 
     @property
@@ -82,7 +82,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def text_start(self) -> list[int]:
-        """Nothing: a SentencePiece model has no post-processor."""
+        """No ids: a SentencePiece model has no post-processor."""
         return []
 
     @property

@@ -1,4 +1,4 @@
-"""How many bytes of text a token stands for: what makes losses of different tokenizers comparable."""
+"""The bytes of text that a token stands for, which make losses of different tokenizers comparable."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

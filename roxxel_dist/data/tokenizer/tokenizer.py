@@ -68,9 +68,10 @@ class Tokenizer:
         # The library does not save this setting in the file.
         inner.encode_special_tokens = True
         self._described: dict[str, Any] = json.loads(inner.to_str())
-        if (plain := _plain_end(self._described, self._end_token)) is not None:
+        added, end = self._described["added_tokens"], self._end_token
+        if plain := [one for one in added if one["content"] == end and not one["special"]]:
             # Else its letters in a text would become the id, and end a document in its middle.
-            plain["special"] = True
+            plain[0]["special"] = True
             self._inner = inner = tokenizers.Tokenizer.from_str(json.dumps(self._described))
             inner.encode_special_tokens = True
         self.kind: str = _kind(self._described)
@@ -144,7 +145,7 @@ class Tokenizer:
 
     @property
     def ids(self) -> list[int]:
-        """All ids, sorted."""
+        """The ids, sorted."""
         return sorted(set(self._inner.get_vocab(with_added_tokens=True).values()))
 
     @property
@@ -284,11 +285,6 @@ class Tokenizer:
             return cls(tokenizers.Tokenizer.from_buffer(data), eos_token)
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{where}: not a tokenizer.json of the `tokenizers` library ({error})") from error
-
-
-def _plain_end(described: dict[str, Any], name: str | None) -> dict[str, Any] | None:
-    """The added token of this name, if it is not special."""
-    return next((one for one in described["added_tokens"] if one["content"] == name and not one["special"]), None)
 
 
 def _keeps_text(splitter: dict[str, Any] | None) -> bool:
