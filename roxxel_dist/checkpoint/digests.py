@@ -277,7 +277,7 @@ def is_sealed(data: bytes) -> bool | None:
     return data[-len(SEAL) - LENGTH :] == SEAL + digest(memoryview(data)[:-LENGTH]).encode()
 
 
-def damaged_ones(folder: Path) -> list[str]:
+def list_damaged(folder: Path) -> list[str]:
     """The names of the checkpoints in a folder that were set aside."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(name for name in names if DAMAGED in name and name.partition(DAMAGED)[0].isdecimal())

@@ -204,7 +204,7 @@ class LocalBlock(NamedTuple):
     data: np.ndarray
 
 
-class Begun(NamedTuple):
+class PendingSave(NamedTuple):
     """A save that a process has begun: its writes, and the same blocks in memory."""
 
     writes: list[Any]
@@ -213,7 +213,7 @@ class Begun(NamedTuple):
     """The same, in memory; it is emptied when they are hashed."""
 
 
-def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> Begun:
+def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> PendingSave:
     """Begin to write the arrays that this process holds; returns when the state may change.
 
     Raises OSError where the disk has no room for them: found while writing, Orbax leaves pages of tracebacks behind.
@@ -225,7 +225,7 @@ def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> 
     writes = asyncio.run(handler.async_save(epath.Path(temporary / STATE), args=ocp.args.PyTreeSave(state))) or []
     # An array keeps the copy that Orbax has made, and which it writes: this is that one, not another.
     named = ((name, bounds, shard) for name, leaf in named_leaves(state) for bounds, shard in shards_of(leaf))
-    return Begun(writes, [LocalBlock(name, at, np.asarray(s.data)) for name, at, s in named if s.replica_id == 0])
+    return PendingSave(writes, [LocalBlock(name, at, np.asarray(s.data)) for name, at, s in named if s.replica_id == 0])
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

@@ -146,12 +146,9 @@ class MemoryTier:
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], pending: int | None, idle_since: float) -> None:
         """Take the generation that was accepted; returns when the state may change, and be donated.
 
-        Args:
-            step: steps done; their rows are on disk, and their losses were looked at.
-            state: the train state.
-            metadata: `CheckpointMetadata.to_dict` of it.
-            pending: the step whose checkpoint is on its way to the disk, if it must not be missing there.
-            idle_since: when, by `clock`, the devices began to have nothing to do for it.
+        The rows of `step` steps are on disk, and their losses were looked at; `metadata` is a `CheckpointMetadata` as a
+        dict. `pending` is the step whose checkpoint is on its way to the disk, if it must not be missing there. The
+        devices have had nothing to do for it since `idle_since`, by `clock`.
         """
         assert self._decision is not None
         slot, name = self._decision.slot, self._decision.generation
@@ -344,12 +341,8 @@ def open_memory(
 ) -> MemoryTier | None:
     """The memory tier of a job, if its launcher keeps a folder for it on every host. All ranks call it together.
 
-    Args:
-        run: see `run_identity`.
-        every: `LoopOptions.memory_checkpoint_every`.
-        replicas: `LoopOptions.memory_replicas`.
-        log: takes lines for people.
-        rows: the files of the run's rows, which no copy may be ahead of.
+    `run` is a `run_identity`; `every` and `replicas` are `memory_checkpoint_every` and `memory_replicas` of
+    `LoopOptions`. No copy may be ahead of the run's `rows`, which are files.
     """
     folder, place = Path(os.environ.get(MEMORY_ENV) or "."), ""
     if every == 0 or folder in IN_USE or (process_count() > 1 and "ROXXEL_COORDINATOR" not in os.environ):

@@ -187,7 +187,7 @@ class EarlyStopping:
     rows: str = ""
     """The rows on which it was measured, in words; empty if not known."""
 
-    def after(self, val_loss: float) -> "EarlyStopping":
+    def observe(self, val_loss: float) -> "EarlyStopping":
         """The state with the loss of one more validation."""
         best = not isnan(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
         after = self.patient(0 if best else self.evals_since_best + 1)
@@ -223,7 +223,7 @@ class BaseModelRef:
         """The run and the step."""
         return CheckpointRef(self.run, self.step or None)
 
-    def at(self, init_from: str | None) -> "BaseModelRef":
+    def resolve(self, init_from: str | None) -> "BaseModelRef":
         """The base where it is now, if the config of the run of adapters says `init_from`.
 
         Another text than before names its new place, as the same one does where the base is no longer at its old one.

@@ -20,7 +20,7 @@ from roxxel_dist.checkpoint.digests import (
     DigestTable,
     bounds_of,
     containment,
-    damaged_ones,
+    list_damaged,
     problems_text,
     read_verified,
     shares,
@@ -88,7 +88,7 @@ class CheckpointReader:
         self._saved = self._open_folder()
 
     def _open_folder(self, *, writes: bool = False, sweeps: bool = False) -> dict[int, float | None]:
-        in_bucket = None if self._remote is None else partial(self._remote.saved, read_only=not writes)
+        in_bucket = None if self._remote is None else partial(self._remote.list_saved, read_only=not writes)
         return files.open_folder(self.folder, read_only=not writes, sweeps=sweeps, in_bucket=in_bucket)
 
     def settle(self, limit_s: float | None = None) -> None:
@@ -218,7 +218,7 @@ class CheckpointReader:
 
     def check_not_all_damaged(self) -> None:
         """Raises ValueError where there are no checkpoints but damaged ones: a run never begins again beside them."""
-        names = [] if not is_primary() else self._remote.damaged() if self._remote else damaged_ones(self.folder)
+        names = [] if not is_primary() else self._remote.list_damaged() if self._remote else list_damaged(self.folder)
         names = json.loads(broadcast_from_primary(self._name, json.dumps(names)))
         if names and not self._saved:
             raise UserError(self._nothing_whole(names))

@@ -79,7 +79,7 @@ class RemoteCheckpoints:
         self._hollow: list[str] = []
         """Files of other hosts that rank 0 has without the arrays in them, while it joins the parts of a save."""
 
-    def saved(self, *, read_only: bool) -> dict[int, float | None]:
+    def list_saved(self, *, read_only: bool) -> dict[int, float | None]:
         """The step and val_loss of each checkpoint that counts, whose `meta.json` and tables are here then.
 
         Unless `read_only`, what a save that was cut off has left in the bucket is deleted. For one process alone.
@@ -101,7 +101,7 @@ class RemoteCheckpoints:
             return False
         return True
 
-    def damaged(self) -> list[str]:
+    def list_damaged(self) -> list[str]:
         """The names of the checkpoints that were set aside."""
         return [f"{step}{DAMAGED}" for step, names in self._by_step().items() if TABLE + DAMAGED in names]
 

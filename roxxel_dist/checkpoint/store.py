@@ -82,7 +82,7 @@ class _Save:
     val_loss: float | None
     meta: str
     temporary: Path
-    begun: Future[files.Begun]
+    begun: Future[files.PendingSave]
 
 
 class CheckpointStore(CheckpointReader):
@@ -221,7 +221,7 @@ class CheckpointStore(CheckpointReader):
         self.unreported += 1
         begun.exception()
 
-    def _begin(self, temporary: Path, state: Any) -> files.Begun:
+    def _begin(self, temporary: Path, state: Any) -> files.PendingSave:
         if self._remote is not None:  # the folder is a copy, which a cleaner may have deleted
             make_folder(self.folder)
         return files.begin(self._handler, temporary, state)

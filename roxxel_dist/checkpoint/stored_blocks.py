@@ -26,10 +26,10 @@ from roxxel_dist.checkpoint.digests import (
     Bounds,
     CountBytes,
     DigestTable,
-    damaged_ones,
     digest,
     files_below,
     is_sealed,
+    list_damaged,
     read_verified,
 )
 
@@ -196,7 +196,7 @@ def verify_checkpoints(folder: Path, steps: list[int], progress: CountBytes) -> 
 
 def set_aside(folder: Path) -> Iterator[Verdict]:
     """The checkpoints in a folder that were set aside."""
-    for name in damaged_ones(folder):
+    for name in list_damaged(folder):
         yield _verdict(name, "renamed", [], folder / name)
 
 

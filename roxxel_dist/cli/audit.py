@@ -93,8 +93,8 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
     with usage_errors(), tempfile.TemporaryDirectory(prefix="verify-", dir=cache_folder()) as scratch:
         run = BucketRun(ref.run, scratch, read_only=True)
         folder, kept = run.folder / "checkpoints", run.checkpoints
-        steps = sorted(kept.saved(read_only=True))
-        if not steps and not kept.damaged():
+        steps = sorted(kept.list_saved(read_only=True))
+        if not steps and not kept.list_damaged():
             return _verify_shards(args)
         if ref.step is not None and ref.step not in steps:
             known = ", ".join(map(str, steps)) or "none"
@@ -104,7 +104,7 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
             for verdict in checks.verify_checkpoints(folder, [step], lambda _: None):
                 verdicts += _show(verdict, args)
             shutil.rmtree(folder / str(step), ignore_errors=True)
-        for name in kept.damaged() if ref.step is None else ():
+        for name in kept.list_damaged() if ref.step is None else ():
             verdicts += _show(checks.Verdict(name=name, state="renamed"), args)
     return _report(verdicts, args)
 

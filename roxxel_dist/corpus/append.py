@@ -15,7 +15,7 @@ from roxxel_dist.corpus.encode import encode_inputs
 from roxxel_dist.corpus.inputs import SHARD_NAME, SPLITS, BuildInputs, PathLike, check_settings, find_inputs
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.atomic_dir import publish, staging, writing
+from roxxel_dist.data.files.atomic_dir import publish, staging_folder, writing
 from roxxel_dist.data.files.discovery import BUILD_FILE, NoShardsError, names_objects
 from roxxel_dist.data.files.shard import Shard
 from roxxel_dist.data.files.slices import TokenFile, fingerprints
@@ -89,7 +89,7 @@ def append(
         if added in record.get(APPENDED, []):
             log.line(f"{out} already has these inputs: nothing to do")
             return Roxxel(out)
-        with staging(out, "build") as staged:
+        with staging_folder(out, "build") as staged:
             separator = last.metadata.separator
             options = inputs.options(tokenizer if corpus is not None else None, separator).continue_from(
                 last.metadata, last.dtype, last.path

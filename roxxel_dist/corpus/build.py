@@ -26,7 +26,7 @@ from roxxel_dist.corpus.inputs import (
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.corpus.to_bucket import BucketOut
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.atomic_dir import publish, staging, writing
+from roxxel_dist.data.files.atomic_dir import publish, staging_folder, writing
 from roxxel_dist.data.files.discovery import BUILD_FILE, check_local, names_objects
 from roxxel_dist.data.files.format import Metadata
 from roxxel_dist.data.files.shard import Shard
@@ -149,7 +149,7 @@ def build(
         return bucket.open_split(inputs.splits[0])
     if not overwrite:
         bucket.check_free()
-    with bucket.sending(log) as finished:
+    with bucket.send_build(log) as finished:
         _build(inputs, out, workers, True, log, finished)
     return bucket.open_split(inputs.splits[0])
 
@@ -186,7 +186,7 @@ def _build_held(
         log.line(f"{out} already holds this data set: nothing to do")
         return
     replaced = _replaced(out, {*inputs.splits} - {*missing}, overwrite)
-    with staging(out, "build") as staged:
+    with staging_folder(out, "build") as staged:
         parts = out / PARTS
         try:
             with interrupt.cleanup(lambda: shutil.rmtree(parts, ignore_errors=True)):
@@ -196,7 +196,7 @@ def _build_held(
                     # The lock of a split is held already, unless the build makes its folder.
                     with (
                         writing(out / split, nested=True),
-                        staging(out / split, "build") if split else nullcontext(staged) as target,
+                        staging_folder(out / split, "build") if split else nullcontext(staged) as target,
                     ):
                         if split in missing:
                             _move(parts, split, target, inputs)

@@ -23,7 +23,7 @@ import numpy as np
 import tokenizers
 
 from roxxel_dist.corpus.documents import pieces
-from roxxel_dist.corpus.tally import Encoded, Tally, changes
+from roxxel_dist.corpus.tally import EncodedText, Tally, changes
 from roxxel_dist.data.files.format import smallest_dtype
 from roxxel_dist.data.files.writer import TextDocument
 from roxxel_dist.data.tokenizer.tokenizer import Kind, Tokenizer, train_tokenizer
@@ -133,13 +133,15 @@ def _batches(documents: Iterable[tuple[str, int]], *, whole: bool) -> Iterator[B
         yield batch
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoded]:
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[EncodedText]:
     dtype, ids = smallest_dtype(tokenizer.vocab_size), tokenizer.encode_batch(texts)
     found = changes(tokenizer, texts, ids)
     return [one._replace(ids=np.array(each, dtype).tobytes()) for one, each in zip(found, ids, strict=True)]
 
 
-def _encode_here(batches: Iterator[Batch], tokenizer: Tokenizer) -> Generator[tuple[Batch, list[Encoded]], None, None]:
+def _encode_here(
+    batches: Iterator[Batch], tokenizer: Tokenizer
+) -> Generator[tuple[Batch, list[EncodedText]], None, None]:
     for batch in batches:
         with _one_thread():  # around each batch: between batches the caller may do anything
             encoded = _encode(tokenizer, [text for text, _, _ in batch])
@@ -148,7 +150,7 @@ def _encode_here(batches: Iterator[Batch], tokenizer: Tokenizer) -> Generator[tu
 
 def _encode_in_workers(
     batches: Iterator[Batch], path: Path, workers: int
-) -> Generator[tuple[Batch, list[Encoded]], None, None]:
+) -> Generator[tuple[Batch, list[EncodedText]], None, None]:
     with ExitStack() as stack:
         idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         for _ in range(workers):
@@ -156,9 +158,9 @@ def _encode_in_workers(
         # One thread a worker, so that no pipe fills up while its other end waits.
         threads = stack.enter_context(ThreadPoolExecutor(workers))
         stack.callback(threads.shutdown, cancel_futures=True)
-        running: deque[Future[tuple[Batch, list[Encoded]]]] = deque()
+        running: deque[Future[tuple[Batch, list[EncodedText]]]] = deque()
 
-        def encode(batch: Batch) -> tuple[Batch, list[Encoded]]:
+        def encode(batch: Batch) -> tuple[Batch, list[EncodedText]]:
             worker = idle.get()
             try:
                 return batch, _answer(worker, [text for text, _, _ in batch])

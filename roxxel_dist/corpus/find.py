@@ -62,15 +62,12 @@ class Corpus:
     def __str__(self) -> str:
         files = "1 text file" if len(self.files) == 1 else f"{len(self.files)} text files"
         left_out = f" (left out: {', '.join(self.left_out)})" if self.left_out else ""
-        tables = (
-            f"; {', '.join(self.tables)} as plain text, not as a table with a column of text" if self.tables else ""
-        )
-        copies = (
-            f"; {len(self.copies)} with the content of another file, read again: {shown_names(self.copies)}"
-            if self.copies
-            else ""
-        )
-        return f"{files}, {size(self.size)}{left_out}{tables}{copies}"
+        line = f"{files}, {size(self.size)}{left_out}"
+        if self.tables:
+            line += f"; {', '.join(self.tables)} as plain text, not as a table with a column of text"
+        if self.copies:
+            line += f"; {len(self.copies)} with the content of another file, read again: {shown_names(self.copies)}"
+        return line
 
 
 @dataclass

@@ -10,7 +10,7 @@ from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 SHOWN = 5
 
 
-class Encoded(NamedTuple):
+class EncodedText(NamedTuple):
     """The ids of a text, and how it differs from the text that they stand for."""
 
     ids: bytes
@@ -46,7 +46,7 @@ class Tally:
     ends: int = 0
     """Documents whose letters became the id of end-of-text."""
 
-    def add(self, text_bytes: int, encoded: Encoded) -> None:
+    def add(self, text_bytes: int, encoded: EncodedText) -> None:
         """Count a document."""
         self.documents += 1
         self.text_bytes += text_bytes
@@ -79,19 +79,19 @@ class Tally:
         return found
 
 
-def changes(tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[list[int]]) -> list[Encoded]:
+def changes(tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[list[int]]) -> list[EncodedText]:
     """The difference of each text from its ids, with empty `ids`; a decoding, unless the tokenizer is lossless."""
     if tokenizer.is_lossless:
-        return [Encoded(b"")] * len(texts)
+        return [EncodedText(b"")] * len(texts)
     unknown, end = tokenizer.unknown_id, tokenizer.end_id
-    found: list[Encoded] = []
+    found: list[EncodedText] = []
     for text, one, back in zip(texts, ids, tokenizer.decode_batch(ids), strict=True):
         if text == back:
-            found.append(Encoded(b"", ends=one.count(end)))
+            found.append(EncodedText(b"", ends=one.count(end)))
             continue
         before, after = Counter(text), Counter(back)
         added = size_of(after - before)
-        found.append(Encoded(b"", True, before - after, added, one.count(unknown), one.count(end)))
+        found.append(EncodedText(b"", True, before - after, added, one.count(unknown), one.count(end)))
     return found
 
 

@@ -136,7 +136,7 @@ class BucketOut:
             )
 
     @contextmanager
-    def sending(self, log: ProgressBars) -> Iterator[Callable[[str, Path], None]]:
+    def send_build(self, log: ProgressBars) -> Iterator[Callable[[str, Path], None]]:
         """Send a build made within it to the bucket; call the yielded function with each complete shard.
 
         If the build fails, the objects that it has sent are deleted.

@@ -136,11 +136,7 @@ class Phase:
     def of_value(cls, phase: "Phase | Mapping[str, Any]") -> "Phase":
         """A phase from a mapping as it stands in YAML, or the phase itself.
 
-        Args:
-            phase: a mapping of field names to values, or a phase.
-
-        Raises:
-            ValueError: a key that a phase does not have, or what making a `Phase` raises.
+        Raises ValueError: a key that a phase does not have, or what making a `Phase` raises.
         """
         if isinstance(phase, Phase):
             return phase

@@ -92,14 +92,9 @@ def read_tasks(
 ) -> tuple[Task, ...]:
     """The tasks in some files, in the order of the patterns and of the names within each.
 
-    Args:
-        patterns: paths of JSON-lines files, with * and ** if you like.
-        tokenizer: of the model.
-        max_context: tokens that the model reads at most.
-        field: where the patterns are from, for messages.
-
-    Raises:
-        ValueError: no file, a file that has nothing or is named twice, or a line that breaks the rule.
+    The patterns are paths of JSON-lines files, with * and ** if you like, from a `field` that messages name. A model
+    with the tokenizer reads `max_context` tokens at most. Raises ValueError: no file, a file that has nothing or is
+    named twice, or a line that breaks the rule.
     """
     paths = find_tasks(patterns, field=field)
     return tuple(_read(name, path, tokenizer, max_context) for name, path in paths.items())

@@ -23,17 +23,11 @@ NO_KEYS = "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or A
 
 
 def connect(url: ObjectUrl, *, request_s: float, retry_s: float) -> Any:
-    """An obstore store of the whole bucket; no request is made.
+    """An obstore store of the whole bucket of an address; no request is made.
 
-    Args:
-        url: only its scheme and bucket are used.
-        request_s: the limit of one request, its body included.
-        retry_s: seconds for which obstore itself retries a request; 0 for never.
-
-    Raises:
-        ValueError: the endpoint in the environment is not an address.
-        MissingLibraryError: obstore is not installed.
-        StoreDeniedError: the credential settings are not usable.
+    A request, its body included, takes at most `request_s`, and obstore itself retries it for `retry_s` (0: never).
+    Raises ValueError: the endpoint in the environment is not an address. MissingLibraryError: obstore is not installed.
+    StoreDeniedError: the credential settings are not usable.
     """
     try:
         import obstore.store

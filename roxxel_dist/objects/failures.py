@@ -203,14 +203,8 @@ class Retries:
     def run(self, operation: str, url: ObjectUrl, call: Callable[[int], T], span: tuple[int, int] | None = None) -> T:
         """The result of `call`, which gets the number of earlier tries, and raises obstore's errors or ShortBodyError.
 
-        Args:
-            operation: a verb, for messages.
-            url: the address of the object.
-            call: the operation, which must be safe to repeat.
-            span: the requested bytes of the object, from and to (exclusive); None for all.
-
-        Raises:
-            StoreError: of the class for the failure; StoreTimeoutError at the time limit.
+        It must be safe to repeat. `operation`, a verb, and `span`, the bytes of the object, from and to (exclusive),
+        are for messages. Raises StoreError of the class for the failure, StoreTimeoutError at the time limit.
         """
         begin, tries = time.monotonic(), 0
         while True:

@@ -84,9 +84,7 @@ class Lease:
             wait_s: how long to wait for an owner that renews it.
             log: prints a line for the user.
 
-        Raises:
-            LeaseHeldError: the owner renews it; the message has the owner and the age.
-            StoreError: the store cannot be read or written.
+        Raises LeaseHeldError: the owner renews it; the message has the owner and the age. StoreError: the store fails.
         """
         conditions = store.supports_conditions()
         if not conditions:

@@ -1,7 +1,7 @@
 """Objects below a prefix of a bucket: read, written, listed and deleted, with retries inside a time limit."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,15 +93,9 @@ class ObjectStore:
         return self._info(meta)
 
     def read(self, key: str, *, etag: str | None = None) -> bytes:
-        """A whole object.
+        """A whole object, of the version `etag` where that is given.
 
-        Args:
-            key: its key below the prefix.
-            etag: the required version.
-
-        Raises:
-            StoreNotFoundError: there is none.
-            StorePreconditionError: it is another one than `etag` says.
+        Raises StoreNotFoundError: there is none. StorePreconditionError: it is another one than `etag` says.
         """
         from obstore import get
 
@@ -136,9 +130,9 @@ class ObjectStore:
 
         return self._run("read", key, call, (start, stop))
 
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None) -> list[bytes]:
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None) -> Sequence[bytes]:
         """Several ranges of an object, in parallel, one request each; see `read_range`."""
-        return list(self._parallel(lambda span: self.read_range(key, *span, etag=etag), ranges, THREADS))
+        return self._parallel(lambda span: self.read_range(key, *span, etag=etag), ranges, THREADS)
 
     def list_folder(self, folder: str = "") -> tuple[list[ObjectInfo], list[str]]:
         """The objects directly in a folder, and the names of the folders in it, both sorted: what lies deeper is not
@@ -171,15 +165,8 @@ class ObjectStore:
     def write(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
         """Write an object, whole or not at all, and return its etag.
 
-        Args:
-            key: its key below the prefix.
-            data: its contents.
-            if_absent: only if there is no such object.
-            if_match: only if the object has this etag.
-                Some stores accept conditions but ignore them: see `supports_conditions`.
-
-        Raises:
-            StorePreconditionError: the condition failed.
+        With `if_absent` only if there is no such object, with `if_match` only if it has this etag. Some stores accept
+        conditions but ignore them: see `supports_conditions`. Raises StorePreconditionError: the condition failed.
         """
         if len(data) > MULTIPART and not if_absent and if_match is None:
             return self._upload(key, data, len(data))
@@ -223,8 +210,7 @@ class ObjectStore:
                         done = os.pwrite(file, view, at)
                         view, at = view[done:], at + done
 
-                for _ in self._parallel(fetch, _parts(info.size), THREADS // 2):
-                    pass
+                self._parallel(fetch, _parts(info.size), THREADS // 2)
                 os.fsync(file)
             finally:
                 os.close(file)
@@ -242,8 +228,7 @@ class ObjectStore:
             with suppress(StoreNotFoundError):
                 self._run("delete", key, lambda path: delete(self._reads, path))
 
-        for _ in self._parallel(one, keys, THREADS):
-            pass
+        self._parallel(one, keys, THREADS)
 
     def supports_conditions(self) -> bool:
         """Whether the store obeys `if_absent` and `if_match`; tested once, with a small object that is deleted
@@ -331,14 +316,13 @@ class ObjectStore:
 
         return self._run("write", key, call)
 
-    def _parallel(self, call: Callable[[T], S], values: Sequence[T], threads: int) -> Iterator[S]:
+    def _parallel(self, call: Callable[[T], S], values: Sequence[T], threads: int) -> Sequence[S]:
         """`call` of each value, in their order; the first error ends it."""
-        if len(values) < 2 or threads < 2:
-            yield from map(call, values)
-            return
+        if len(values) < 2:
+            return list(map(call, values))
         pool = ThreadPoolExecutor(min(threads, len(values)))
         try:
-            yield from pool.map(call, values)
+            return list(pool.map(call, values))
         finally:
             pool.shutdown(cancel_futures=True)
 

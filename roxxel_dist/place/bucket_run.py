@@ -42,11 +42,8 @@ log: logging.Logger = logging.getLogger("roxxel_dist.objects")
 class RunMirror:
     """Sends the files of a local run directory to the prefix of the run, from a thread of its own.
 
-    Args:
-        store: the prefix of the run.
-        folder: the local run directory.
-        is_mine: whether this rank sends a file, by its name below the folder.
-        serves: whether requests to save are taken from the bucket, and answered there; on one rank.
+    `is_mine` says whether this rank sends a file, by its name below the folder; the one rank that `serves` takes
+    requests to save from the bucket, and answers them there.
     """
 
     def __init__(self, store: ObjectStore, folder: Path, is_mine: Callable[[str], bool], *, serves: bool) -> None:
@@ -61,7 +58,7 @@ class RunMirror:
         """By file, the error of the disk that kept it from being sent, and is logged."""
         self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
 
-    def fetched(self, name: str, state: FileState | None) -> None:
+    def note_fetched(self, name: str, state: FileState | None) -> None:
         """Note that the object of a name is what the local file was in a state; None: an older state of it, or none."""
         self._sent[name] = state, 0.0
 
@@ -206,7 +203,7 @@ class BucketRun(BucketFolder):
         self._mirror = RunMirror(self._store, self.folder, is_mine, serves=is_primary())
         for name, state in self._fetched.items():
             if is_mine(name):
-                self._mirror.fetched(name, state)
+                self._mirror.note_fetched(name, state)
         self._mirror.flush()
         self._mirror.start()
 

@@ -127,7 +127,7 @@ class Experiment:
 
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
         with usage_errors():
-            pin_for_run(self.config.virtual_shards, RunMetadata.of_saved(past.config).pjrt_nproc)
+            pin_for_run(self.config.virtual_shards, RunMetadata.from_config(past.config).pjrt_nproc)
         make_devices()
         named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
         run = Path(named) if bucket is None else bucket.folder  # may differ between hosts
@@ -310,7 +310,7 @@ class Experiment:
         finished = cursor.get("finished") and not goes_on
         if not broadcast_from_primary("the run was finished", "yes" if finished else ""):
             return False
-        other_data = {"data_path": RunMetadata.of_saved(past.saved).data_path} if is_other_data else {}
+        other_data = {"data_path": RunMetadata.from_config(past.saved).data_path} if is_other_data else {}
         check_nothing_new(run, self.config, step, changed | other_data)
         if is_primary():
             longer = (

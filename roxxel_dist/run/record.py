@@ -143,7 +143,7 @@ def write_run_metadata(
 
 def _other_environment(saved: Mapping[str, Any], metadata: RunMetadata, *, is_exact: bool) -> list[str]:
     """A line for each setting and version that is not that of the run's beginning, and one that says what follows."""
-    begun, now = RunMetadata.of_saved(saved), metadata.resumes[-1]["bits"]
+    begun, now = RunMetadata.from_config(saved), metadata.resumes[-1]["bits"]
     was = begun.bits
     if is_exact:  # the results are the same on other devices
         was, now = map(determinism.without_topology, (was, now))
@@ -160,7 +160,7 @@ def _metadata(start: ResumePoint, components: RunComponents, saved: dict[str, An
     origin, kernel = start.record, components.kernel
     if RECORD not in saved:
         return RunMetadata.now(kernel, data_path=data_path, corpus=components.data.fingerprint, **origin)
-    before, now = RunMetadata.of_saved(saved), RunMetadata.now(kernel)
+    before, now = RunMetadata.from_config(saved), RunMetadata.now(kernel)
     resume = {"step": start.step, "commit": now.git_commit, **origin, "bits": now.bits}
     resume["changed_from"] = changed_from(saved, components.config)
     return replace(
@@ -174,7 +174,7 @@ def _metadata(start: ResumePoint, components: RunComponents, saved: dict[str, An
 
 def kernel_begun_with(saved: Mapping[str, Any]) -> AttentionKernel | None:
     """The attention kernel of a run, from its saved config; None if there is no run."""
-    return RunMetadata.of_saved(saved).bits.get("attention")
+    return RunMetadata.from_config(saved).bits.get("attention")
 
 
 def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = False, fork: str = "") -> list[str]:
@@ -190,7 +190,7 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
         fixed |= {*EXACT_FIELDS}
     if amend:
         fixed -= {*AMENDABLE, *EXACT_FIELDS}
-    if "fingerprint" in (RunMetadata.of_saved(saved).initialized_from or {}):
+    if "fingerprint" in (RunMetadata.from_config(saved).initialized_from or {}):
         fixed.discard("init_from")  # the base of adapters may be moved: the fingerprint identifies it
     dropouts = {"dropout_rate"} | ({"lora_dropout"} if config.use_lora else set())
     lines, other = [], fork or "the run to resume"
@@ -231,7 +231,7 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
 
 def _bits_of(saved: Mapping[str, Any], step: int) -> dict[str, Any]:
     """The bits of the newest steps of a run, of which there are so many; nothing is left of a resume from there on."""
-    record = RunMetadata.of_saved(saved)
+    record = RunMetadata.from_config(saved)
     resumes = (one["bits"] for one in reversed(record.resumes) if one.get("bits") and one["step"] < step)
     return next(resumes, record.bits)
 
@@ -269,7 +269,7 @@ def forked_from(
 
     Raises ValueError if `fork` names no run, or the run exists and was forked in another way.
     """
-    recorded = RunMetadata.of_saved(saved).forked_from
+    recorded = RunMetadata.from_config(saved).forked_from
     known = CheckpointRef(Path(recorded["run"]), recorded["step"]) if recorded else None
     skipped: Any = tuple(recorded["skipped"]) if recorded and "skipped" in recorded else None
     if fork is None:

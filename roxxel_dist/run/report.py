@@ -195,26 +195,13 @@ def draw_losses(runs: Sequence[Run], picture: Path) -> None:
             colour = f"C{number % 10}"
             axes.plot(*zip(*run.points("train_loss"), strict=True), color=colour, lw=1, alpha=0.7, label=run.name)
             if validations := run.points("val_loss"):
-                axes.plot(
-                    *zip(*validations, strict=True),
-                    color=colour,
-                    lw=1.3,
-                    ls="--",
-                    marker="o",
-                    ms=3.5,
-                    label=f"{run.name}, validation",
-                )
+                style: dict[str, Any] = {"lw": 1.3, "ls": "--", "marker": "o", "ms": 3.5}
+                axes.plot(*zip(*validations, strict=True), color=colour, label=f"{run.name}, validation", **style)
             for metric, marker in (("train_loss", "x"), ("val_loss", "X")):
                 if places := [row["tokens"] for row in run.gaps.get(metric, ()) if "tokens" in row]:
-                    axes.plot(
-                        places,
-                        [0.02] * len(places),
-                        transform=axes.get_xaxis_transform(),
-                        color="red",
-                        ls="",
-                        marker=marker,
-                        label=f"{run.name}, {metric} not finite: {len(places)}",
-                    )
+                    name, low = f"{run.name}, {metric} not finite: {len(places)}", [0.02] * len(places)
+                    style = {"color": "red", "ls": "", "marker": marker, "label": name}
+                    axes.plot(places, low, transform=axes.get_xaxis_transform(), **style)
             for tokens in run.phase_ends:
                 axes.axvline(tokens, color=colour, ls=":", lw=1)
         # The unit of a user's loss is unknown; a run of a bare Trainer does not say which loss it has.

@@ -213,15 +213,8 @@ class Config(_Copied):
     def from_yaml(cls, path: str | Path) -> Self:
         """A config from a file; fields that it does not name keep their defaults.
 
-        Args:
-            path: a YAML file. For the `config.yaml` of a run, the config remembers the run, which is the base if you
-                add adapters.
-
-        Returns:
-            A `Config`.
-
-        Raises:
-            ValueError: no such file, not YAML, or an error of `from_dict`.
+        Of the `config.yaml` of a run, the config remembers the run, which is the base if you add adapters. Raises
+        ValueError: no such file, not YAML, or an error of `from_dict`.
         """
         values, path = load_yaml(path), Path(path)
         config = cls.from_dict(values, str(path))
@@ -237,9 +230,6 @@ class Config(_Copied):
         Args:
             values: as in YAML; text such as "5e-4" becomes a number if the field is a number.
             source: its name in messages.
-
-        Returns:
-            A `Config`.
 
         Raises:
             ValueError: a key that no field has, a field that is given twice, or a value of another type than its field.

@@ -111,11 +111,7 @@ RULES = (
 
 
 def without_effect(values: Mapping[str, Any]) -> dict[str, str]:
-    """The fields that do nothing, each with the reason and the fix.
-
-    Args:
-        values: every field of a config by name, as `Config.to_dict` gives them; they need not be valid together.
-    """
+    """The fields that do nothing, each with the reason and the fix, for the values of all fields, valid or not."""
     reasons: dict[str, str] = {}
     for rule in RULES:
         if rule.applies(values):
@@ -136,13 +132,7 @@ def chosen(config: Config) -> set[str]:
 
 
 def check_effect(config: Config, names: Collection[str], flags: Collection[str] = ()) -> None:
-    """Raises UserError for the first of some fields that does nothing.
-
-    Args:
-        config: the settings of a run.
-        names: the fields to look at.
-        flags: those of them that are flags in messages.
-    """
+    """Raises UserError for the first of some fields of a config that does nothing; `flags` are flags in messages."""
     reasons = without_effect(config.to_dict())
     for name in sorted(set(names) & reasons.keys()):
         raise UserError(f"{'--' if name in flags else ''}{name} does nothing here, because {reasons[name]}")

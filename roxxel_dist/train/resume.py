@@ -113,7 +113,7 @@ def begin(
     else:
         start = run.resume_latest()
     if start.step and start.metadata.base is not None:
-        base = start.metadata.base.at(options.init_from)
+        base = start.metadata.base.resolve(options.init_from)
         return replace(start, metadata=replace(start.metadata, base=base), load=partial(load_base_params, base))
     if start.step or options.init_from is None:
         return start

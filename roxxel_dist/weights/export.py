@@ -82,7 +82,7 @@ def export_run(
     _check_out(out, overwrite, *weights.folders)
     if merge_lora and not weights.scales:
         raise UserError(f"--merge_lora: {run} has no adapters; leave it out")
-    weights = weights.merged() if merge_lora else weights
+    weights = weights.merge_adapters() if merge_lora else weights
     params = weights.params if dtype is None else {name: _cast(array, dtype) for name, array in weights.params.items()}
     make_folder(out.parent)
     with interrupt.temporary_folder(f".{out.name}-", out.parent) as folder:
@@ -308,7 +308,7 @@ def _params(run: Path, steps: Sequence[int], last: list[Weights]) -> Iterable[Ma
     """The parameters of one checkpoint after another; `last` is the newest that was read, without parameters."""
     for step in steps:
         weights = weights_of(run, step=step)
-        weights = weights.merged() if weights.scales else weights
+        weights = weights.merge_adapters() if weights.scales else weights
         last[:] = [dataclasses.replace(weights, params={})]
         yield {name: np.asarray(array) for name, array in weights.params.items()}
 

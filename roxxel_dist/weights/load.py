@@ -73,7 +73,7 @@ class Weights:
     folders: tuple[Path, ...] = ()
     """The folders that were read, including those of the bases of adapters."""
 
-    def merged(self) -> "Weights":
+    def merge_adapters(self) -> "Weights":
         """The same model with its adapters merged into the base weights."""
         config = replace(self.config, use_lora=False, init_from=None)
         return replace(self, config=config, params=merge_adapters(self.params, self.scales), scales={})
@@ -104,7 +104,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
         raise UserError(no_run(run, absolute(named)))
     config = Config.from_yaml(run / CONFIG)
     checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
-    saved = saved_checkpoints(checkpoints) if bucket is None else bucket.checkpoints.saved(read_only=True)
+    saved = saved_checkpoints(checkpoints) if bucket is None else bucket.checkpoints.list_saved(read_only=True)
     if saved:
         done = step if step is not None else (best and best_of(saved)) or max(saved)
         if done not in saved:
@@ -123,7 +123,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     folders = (run,)
     if metadata.base is not None and (base := base_of(run, metadata)) is not None:
         check_base(base)
-        weights = weights_of(base.run, step=base.step or None).merged()  # a base may have adapters too
+        weights = weights_of(base.run, step=base.step or None).merge_adapters()  # a base may have adapters too
         params, folders = weights.params | params, (run, *weights.folders)
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
     state = {} if config.model is None else state  # the random streams of dropout

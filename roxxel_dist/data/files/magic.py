@@ -65,12 +65,7 @@ CHECKS: dict[bytes, Callable[[bytes], bool]] = {
 
 
 def known_format(head: bytes, size: int) -> tuple[str, str] | None:
-    """(what a file is, the fix) by its first bytes; None if they may be tokens.
-
-    Args:
-        head: the first `HEAD_BYTES` bytes, or all of a smaller file.
-        size: bytes of the whole file.
-    """
+    """(what a file of `size` bytes is, the fix) by its first `HEAD_BYTES` bytes; None if they may be tokens."""
     for magic, what, fix in MAGICS:
         if head.startswith(magic) and (size <= len(magic) or CHECKS.get(magic, lambda head: True)(head)):
             return what, fix
@@ -108,13 +103,7 @@ def is_text(head: bytes) -> bool:
 
 
 def refuse_known(path: Path, data: memoryview, *, text: bool = True) -> None:
-    """Raises UserError, with the name of the format and the fix, for a file that holds no plain tokens.
-
-    Args:
-        path: the file, for the message.
-        data: its bytes.
-        text: whether text is no tokens either.
-    """
+    """Raises UserError, with the format and the fix, for the bytes of a file that hold no plain tokens; nor `text`."""
     head = bytes(data[:HEAD_BYTES])
     found = known_format(head, len(data))
     if found is None and text and is_text(head):

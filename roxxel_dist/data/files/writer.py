@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roxxel_dist.data.files.atomic_dir import FINISH_LIMIT_S, publish, staging, writing
+from roxxel_dist.data.files.atomic_dir import FINISH_LIMIT_S, publish, staging_folder, writing
 from roxxel_dist.data.files.discovery import BUILD_FILE, Target
 from roxxel_dist.data.files.format import (
     DTYPES,
@@ -104,7 +104,7 @@ def write_data_set(target: Target, items: Iterable[Any], options: WriteOptions, 
 
 
 def _write(target: Target, items: Iterable[Any], options: WriteOptions, append: bool) -> None:
-    with staging(target.folder, target.name(0)) as staged:
+    with staging_folder(target.folder, target.name(0)) as staged:
         existing = target.shards()
         after = None
         if append and existing:

@@ -138,16 +138,11 @@ class Fetcher:
     # -- reading
 
     def copy(self, numbers: np.ndarray, starts: np.ndarray, rows: np.ndarray) -> None:
-        """Copy bytes of the tokens of shards into rows.
+        """Copy bytes of the tokens of shards into `rows`, uint8 [R, bytes].
 
-        Args:
-            numbers: int64 [R], the shard of each row.
-            starts: int64 [R], the first byte, counted from the shard's first token.
-            rows: uint8 [R, bytes].
-
-        Raises:
-            DamagedData: a block that is read is damaged in the bucket, or the object was replaced.
-            StoreError: the store fails after all retries.
+        `numbers` are the shards of the rows, `starts` their first bytes from the shard's first token, int64 [R] each.
+        Raises DamagedData: a block that is read is damaged in the bucket, or the object was replaced. StoreError: the
+        store fails after all retries.
         """
         count, length = rows.shape
         at_once = max(1, COPY_BYTES // max(1, length))

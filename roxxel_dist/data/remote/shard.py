@@ -175,18 +175,8 @@ class RemoteShard(Shard):
     ) -> "RemoteShard":
         """The shard of an entry with this layout."""
         none: Any = np.empty(0, np.uint8)
-        shard = cls(
-            path=url,
-            layout=layout,
-            tokens=none,
-            document_ends=none,
-            checksums=none,
-            _bytes=none,
-            entry=entry,
-            chunks=Chunks.of_layout(layout, has_index=entry.sums is not None),
-            number=number,
-            fetcher=fetcher,
-        )
+        chunks = Chunks.of_layout(layout, has_index=entry.sums is not None)
+        shard = cls(url, layout, none, none, none, none, entry, chunks, number, fetcher)
         object.__setattr__(shard, "tokens", RemoteTokens(shard))
         object.__setattr__(shard, "document_ends", RemoteEnds(shard))
         return shard

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.data.tokenizer.text_bytes import TextBytes, by_decoding
+from roxxel_dist.data.tokenizer.text_bytes import TextBytes, measure_text_bytes
 from roxxel_dist.data.tokenizer.tokenizer import NAME_THE_END, Tokenizer
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError, pip_install
@@ -78,7 +78,7 @@ class SentencePieceTokenizer(Tokenizer):
         known = {n: 0 for n in range(size) if model.IsControl(n) or model.IsUnknown(n) or model.IsUnused(n)}
         known |= {n: 1 for n in range(size) if model.IsByte(n)}
         end = self.end_id
-        return by_decoding(self.decode_batch, size, known | ({end: 0} if end >= 0 else {}), end)
+        return measure_text_bytes(self.decode_batch, size, known | ({end: 0} if end >= 0 else {}), end)
 
     @property
     def text_start(self) -> list[int]:

@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from roxxel_dist.data.tokenizer.text_bytes import TextBytes, by_decoding
+from roxxel_dist.data.tokenizer.text_bytes import TextBytes, measure_text_bytes
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
@@ -210,7 +210,7 @@ class Tokenizer:
         end = self.end_id
         if BYTE_LEVEL not in json.dumps(self._described["decoder"]):
             known |= dict.fromkeys(self._open - known.keys(), 1)
-            return by_decoding(self.decode_batch, size, known, end)
+            return measure_text_bytes(self.decode_batch, size, known, end)
         lengths = np.zeros(size, np.int32)
         for name, number in names.items():  # a letter of a name is a byte; an added token is a text as it is
             lengths[number] = known.get(number, len(name.encode()) if name in added else len(name))
