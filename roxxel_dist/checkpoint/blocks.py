@@ -173,12 +173,8 @@ def read_blocks(path: Path, header: Header, numbers: Sequence[int] | None = None
 class BlockFile:
     """A file of blocks that this process writes, mapped. The memory is taken when it is made, and kept.
 
-    Args:
-        path: made where it is missing or of another size. One of the right size stays as it is.
-        sizes: bytes of each block.
-
-    Raises:
-        OSError: there is no room for it.
+    It is made where it is missing, or has another size than blocks of these `sizes` in bytes take. Raises OSError:
+    there is no room for it.
     """
 
     def __init__(self, path: Path, sizes: Sequence[int]) -> None:

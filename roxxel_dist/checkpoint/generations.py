@@ -105,12 +105,8 @@ def run_identity(run: object, mesh: Any, settings: Sequence[Any]) -> str:
 class Generations:
     """The generations that the hosts of a job have in memory when it begins. Made by all ranks together.
 
-    Args:
-        folder: of this host.
-        hosts: by rank, the number of its host.
-        run: see `run_identity`.
-        address: where other hosts can fetch blocks of this one; None where they cannot.
-        log: for a line about each damaged file, on rank 0.
+    `hosts` has the number of the host of each rank, `run` is a `run_identity`, and `address` where other hosts can
+    fetch blocks of this one. Rank 0 logs a line about each damaged file.
     """
 
     def __init__(
@@ -286,12 +282,7 @@ class Report:
 
 
 class Schedule:
-    """The generations of one process's training, as rank 0 counts them.
-
-    Args:
-        every: steps between two; None: as many as `SHARE` asks for.
-        log: takes lines for people.
-    """
+    """The generations of one process's training, as rank 0 counts them: `every` so many steps, None for `SHARE`."""
 
     def __init__(self, every: int | None, log: Callable[[str], None]) -> None:
         self._every, self._log = every, log

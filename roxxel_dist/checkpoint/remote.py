@@ -59,11 +59,8 @@ IsRead = Callable[[str, BlockDigest], bool]
 class RemoteCheckpoints:
     """The checkpoints below the prefix of a run, beside the local folder that has what this process needs of them.
 
-    Args:
-        store: the prefix of the run.
-        folder: the local folder of checkpoints.
-        before_table: called on rank 0 before a checkpoint counts; the rows of its steps are in the bucket then.
-        check_run: called at every step; raises what keeps the run from its bucket.
+    `before_table` is called on rank 0 before a checkpoint counts: the rows of its steps are in the bucket then;
+    `check_run` at every step: it raises what keeps the run from its bucket.
     """
 
     def __init__(

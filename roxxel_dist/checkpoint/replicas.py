@@ -180,14 +180,8 @@ def fetch_blocks(
 class CopyServer:
     """Listens at one address of this host, for neighbours that bring their blocks and hosts that need them.
 
-    Args:
-        folder: where the files are.
-        address: of the cluster's interface; the port is any.
-        key: of the job.
-        log: for a line about a refused host.
-
-    Raises:
-        OSError: nothing can listen there.
+    The files are in `folder`, the address is of the cluster's interface, the port is any, and `key` is that of the job.
+    A line about a refused host is logged. Raises OSError: nothing can listen there.
     """
 
     def __init__(self, folder: Path, address: str, key: bytes, log: Callable[[str], None]) -> None:

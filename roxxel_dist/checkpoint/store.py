@@ -148,13 +148,9 @@ class CheckpointStore(CheckpointReader):
         """Hold the lock of the folder, made if it is missing, until `close`, and look again what it has.
 
         The lock of a run directory is that of the checkpoints in it too. All ranks call it together, rank 0 holds the
-        lock. Of a store that writes already it changes nothing.
-
-        Args:
-            nested: whether another store of this process may write there too.
-
-        Raises:
-            UserError: another process writes there; the message names it. Or the folder cannot be written.
+        lock. Of a store that writes already it changes nothing. If it is `nested`, another store of this process may
+        write there too. Raises UserError: another process writes there; the message names it. Or the folder cannot be
+        written.
         """
         if self._writes:
             return

@@ -98,9 +98,7 @@ class ByteRange(NamedTuple):
 class Index:
     """The places of the values of a database. Small ones are in its nodes.
 
-    Args:
-        state: the folder of the database, of which the manifest must be there.
-        fetch: called with the place of each node before it is read.
+    The manifest of its folder `state` must be there; `fetch` is called with the place of each node before it is read.
     """
 
     def __init__(self, state: Path, fetch: Callable[[ByteRange], None]) -> None:

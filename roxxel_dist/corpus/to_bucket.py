@@ -79,20 +79,14 @@ def _digest(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketOut:
-    """The destination of a build in a bucket.
-
-    Attributes:
-        store: the prefix of the data set.
-        folder: the folder on this host where it is made; removed once the data set is in the bucket.
-        shards: names of the shards in the bucket.
-        is_whole: whether the data set in the bucket has an index.
-        config: settings to read the bucket.
-    """
+    """The destination of a build in a bucket."""
 
     store: ObjectStore
     folder: Path
+    """Where it is made on this host; removed once the data set is in the bucket."""
     shards: tuple[str, ...]
     is_whole: bool
+    """Whether the data set in the bucket has an index."""
     config: RemoteConfig
 
     @classmethod

@@ -33,11 +33,9 @@ Key = tuple[np.unsignedinteger, np.unsignedinteger]
 
 
 class Permutation:
-    """A bijection of [0, n) chosen by `key`.
+    """A bijection of [0, n), n from 1 to 2^62 - 1, chosen by `key`: whole numbers >= 0, such as (seed, data set, pass).
 
-    Args:
-        n: size of the domain, at least 1 and below 2^62.
-        key: whole numbers >= 0, such as (seed, data set, pass). Different keys give unrelated orders.
+    Different keys give unrelated orders.
     """
 
     def __init__(self, n: int, key: Sequence[int]) -> None:
@@ -145,12 +143,8 @@ class SpreadOrder:
     miss it by about sqrt(k p (1 - p)).
 
     Within a stratum, units that are neighbours on disk form blocks, and a few blocks at a time are shuffled: a long run
-    reads S x BLOCKS_TOGETHER stretches of the data set at a time, not all of it.
-
-    Args:
-        n: how many units, from 1 to 2^50.
-        key: whole numbers >= 0. Different keys give unrelated orders.
-        block: neighbouring units that are read at about the same time.
+    reads S x BLOCKS_TOGETHER stretches of the data set at a time, not all of it. n is at most 2^50, and `block` the
+    number of neighbouring units that are read at about the same time.
     """
 
     def __init__(self, n: int, key: Sequence[int], block: int) -> None:

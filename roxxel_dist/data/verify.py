@@ -137,10 +137,8 @@ class _File:
 class VerifiedBlocks:
     """The verified blocks of the open files: each block is checked once, on first use.
 
-    Files of other systems have no checksums; only their ids are checked. Thread-safe.
-
-    Args:
-        vocab_size: ids are below it; None: the vocab_size of the data.
+    Files of other systems have no checksums; only their ids are checked: they are below `vocab_size`, by default that
+    of the data. Thread-safe.
     """
 
     def __init__(self, vocab_size: int | None = None) -> None:

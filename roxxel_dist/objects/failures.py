@@ -186,16 +186,12 @@ T = TypeVar("T")
 
 
 class Retries:
-    """The retries of one store. Thread-safe.
-
-    Attributes:
-        timeout_s: seconds after the first try of an operation in which it is retried.
-        has_answered: whether an operation of the store has succeeded yet.
-    """
+    """The retries of one store, for `timeout_s` after the first try of an operation. Thread-safe."""
 
     def __init__(self, timeout_s: float, meaning: Callable[[Exception, ObjectUrl], Failure]) -> None:
         self.timeout_s = timeout_s
         self.has_answered: bool = False
+        """Whether an operation of the store has succeeded yet."""
         self._meaning = meaning
         self._lock = threading.Lock()
         self._logged = -float("inf")

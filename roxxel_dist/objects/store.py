@@ -35,29 +35,20 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectInfo:
-    """The metadata of an object.
-
-    Attributes:
-        key: its key below the prefix of the store.
-        size: bytes.
-        etag: without quotes; it changes when the object is written again.
-        modified: seconds since 1970, by the server's clock.
-    """
+    """The metadata of an object, by its key below the prefix of the store."""
 
     key: str
     size: int
     etag: str
+    """Without quotes; it changes when the object is written again."""
     modified: float
+    """Seconds since 1970, by the server's clock."""
 
 
 class ObjectStore:
     """A prefix in a bucket. Thread-safe, but a forked process must open its own store.
 
     Each operation is retried until `timeout_s` after its first try, and then raises; see `objects.errors`.
-
-    Attributes:
-        url: the address of the prefix.
-        timeout_s: seconds for which an operation is retried.
     """
 
     def __init__(self, url: ObjectUrl, reads: Any, uploads: Any, timeout_s: float) -> None:

@@ -24,13 +24,8 @@ def as_written(path: "str | os.PathLike[str]") -> str:
 
 @dataclass(frozen=True)
 class ObjectUrl:
-    """The address of an object or of a prefix.
-
-    Attributes:
-        scheme: s3, gs or az.
-        bucket: the bucket (of az: the container).
-        key: the key, without a slash at either end; "" is the bucket itself.
-    """
+    """The address of an object or of a prefix: s3, gs or az, the bucket (of az: the container), and the key, without a
+    slash at either end; "" is the bucket itself."""
 
     scheme: str
     bucket: str

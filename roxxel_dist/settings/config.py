@@ -301,13 +301,8 @@ def parse_yaml(text: str, source: str) -> Any:
 def parse_nodes(text: str, source: str, *, unique: bool = True, exponents: bool = False) -> tuple[Any, Any]:
     """(the value, the tree of nodes) of a YAML text. A word such as `no` or `2024` is text where a field, or a key, is.
 
-    Args:
-        text: the YAML text.
-        source: its name in messages.
-        unique: whether a key that is given twice in a mapping is refused; YAML itself keeps the last.
-        exponents: whether 1e-3 without quotes is a number, as in YAML 1.2; a text in quotes stays one.
-
-    Raises UserError for no YAML, or a key that is given twice.
+    With `exponents`, 1e-3 without quotes is a number, as in YAML 1.2; a text in quotes stays one. Raises UserError for
+    no YAML, or, where it is to be `unique`, a key that is given twice in a mapping: YAML itself keeps the last.
     """
     import yaml
 

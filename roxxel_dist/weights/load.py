@@ -82,15 +82,9 @@ class Weights:
 def weights_of(path: str | Path, *, step: int | None = None, best: bool = False) -> Weights:
     """The weights in a run directory, an exported folder, or a Hugging Face folder.
 
-    The default is a run's newest checkpoint; a run without checkpoints has files of weights. Devices are not used.
-
-    Args:
-        path: the folder, or RUN@STEP.
-        step: the checkpoint of this step.
-        best: the checkpoint with the lowest val_loss; the newest if none was validated.
-
-    Raises:
-        ValueError: the folder has no model, no weights, or no weights of that step.
+    The default is a run's newest checkpoint, with `best` that of the lowest val_loss, if one was validated; a run
+    without checkpoints has files of weights. Devices are not used. Raises ValueError: the folder has no model, no
+    weights, or no weights of that step.
     """
     named, named_step = CheckpointRef.parse(path)
     bucket = bucket_run(named)

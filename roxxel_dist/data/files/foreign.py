@@ -107,15 +107,10 @@ class ForeignFile:
 
 
 def open_foreign(path: str | os.PathLike[str], dtype: Any = None) -> ForeignFile:
-    """Map a token file of another system; see the module docstring for the formats.
+    """Map a token file of another system: a ROXXEL02 file, by its last bytes, or a `.npy`, `.bin` or `.idx`.
 
-    Args:
-        path: a ROXXEL02 file (recognized by its last bytes), or one that ends in `.npy`, `.bin` or `.idx`.
-        dtype: of the tokens in a headerless `.bin`; in other files it must match the file's dtype.
-
-    Raises:
-        ValueError: it is not a complete file of its kind. The message names it.
-        FileNotFoundError: there is no such file.
+    `dtype` is that of the tokens in a headerless `.bin`; in other files it must match the file's. Raises ValueError: it
+    is not a complete file of its kind. The message names it. FileNotFoundError: there is no such file.
     """
     path = Path(path)
     given = None if dtype is None else storage_dtype(dtype)

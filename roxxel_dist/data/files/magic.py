@@ -117,10 +117,8 @@ def wider_dtype(tokens: np.ndarray) -> str | None:
     """The dtype that a file really has, if its tokens, read as uint16, can only be the parts of wider numbers.
 
     Ids of a vocabulary below 2^20 that are saved in 32 bits are pairs of uint16, of which each second one is below 16;
-    in 64 bits the third and the fourth are 0. A text in uint16 is never like that.
-
-    Args:
-        tokens: some tokens from an even number of bytes, uint16 [tokens], beginning at a multiple of 8 bytes.
+    in 64 bits the third and the fourth are 0. A text in uint16 is never like that. `tokens` are uint16 [tokens] of an
+    even number of bytes, beginning at a multiple of 8 bytes.
     """
     rows = tokens[: len(tokens) // 4 * 4].reshape(-1, 4)
     if len(rows) < 8 or len(np.unique(rows[:, 0])) < 5 or (rows[:, 1] >= 16).any():

@@ -109,17 +109,14 @@ class _Memory:
 
 
 class Fetcher:
-    """Reads the chunks of the shards of one data set. Thread-safe.
-
-    Attributes:
-        waits: how often a reader has waited for chunks that were neither in memory nor in the cache.
-    """
+    """Reads the chunks of the shards of one data set. Thread-safe."""
 
     def __init__(self, store: ObjectStore, cache: ChunkCache) -> None:
         self.store: ObjectStore = store
         self.cache: ChunkCache = cache
         self.shards: Sequence[RemoteShard] = ()
         self.waits: int = 0
+        """How often a reader has waited for chunks that were neither in memory nor in the cache."""
         self._memory = _Memory()
         self._urgent, self._ahead = _Pool("roxxel-fetch"), _Pool("roxxel-fetch-ahead")
         self._has_warned = False
