@@ -164,16 +164,9 @@ class MemoryTier:
             file.write(place, np.asarray(array))
         seconds = self.clock() - idle_since
         header = Header(
-            generation=name,
-            step=step,
-            run=self._run,
-            table=self._table.identity,
-            total=len(self._table.blocks),
-            pending=pending,
-            metadata=metadata,
-            rank=self._rank,
-            needs=self._needs,
-        )
+            generation=name, step=step, run=self._run, table=self._table.identity, total=len(self._table.blocks),
+            pending=pending, metadata=metadata, rank=self._rank, needs=self._needs,
+        )  # fmt: skip
         self._submit(partial(self._finish, file, slot, header, seconds))
 
     def settle(self) -> None:

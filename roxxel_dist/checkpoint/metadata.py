@@ -237,12 +237,8 @@ class BaseModelRef:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            "run": absolute(self.run),
-            "step": self.step,
-            "asked": self.init_from,
-            "fingerprint": self.fingerprint,
-        }
+        run, asked = absolute(self.run), self.init_from
+        return {"run": run, "step": self.step, "asked": asked, "fingerprint": self.fingerprint}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "BaseModelRef":

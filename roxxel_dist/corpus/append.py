@@ -75,15 +75,7 @@ def append(
             if corpus is not None and tokenizer is None:
                 raise UserError(f"{out} has no {TOKENIZER_FILE}: it was made of tokens, so append tokens, not text")
         inputs = BuildInputs(
-            corpus=corpus,
-            tokens=tokens,
-            tokenizer=tokenizer,
-            kind="none",
-            vocab_size=None,
-            eos=True,
-            val_fraction=0,
-            text_key=text_key,
-            max_shard_bytes=limit,
+            corpus=corpus, tokens=tokens, tokenizer=tokenizer, text_key=text_key, max_shard_bytes=limit
         )
         added = {name: value for name, value in json.loads(inputs.record()).items() if name != "settings"}["inputs"]
         if added in record.get(APPENDED, []):

@@ -117,17 +117,11 @@ def build(
     if bucket is None and not any((out / split / BUILD_FILE).exists() for split in ("", *SPLITS)):
         with writing(out):  # before the inputs are read
             _check_place(out)
+    ready = load_tokenizer(tokenizer, vocab_size, eos_token)
     inputs = BuildInputs(
-        corpus=None,
-        tokens=None,
-        tokenizer=load_tokenizer(tokenizer, vocab_size, eos_token),
-        kind=str(tokenizer),
-        vocab_size=vocab_size,
-        eos=eos,
-        val_fraction=val_fraction,
-        text_key=text_key,
-        max_shard_bytes=max_shard_bytes,
-    )
+        tokenizer=ready, kind=str(tokenizer), vocab_size=vocab_size, eos=eos, val_fraction=val_fraction,
+        text_key=text_key, max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
 
     def judge(sizes: Sequence[int]) -> None:
         """Refuse a place that holds another data set, as far as that is known before the texts are read."""

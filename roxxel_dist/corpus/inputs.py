@@ -30,14 +30,14 @@ PathLike = str | os.PathLike[str]
 class BuildInputs:
     """The inputs of a build, and the settings that decide its result."""
 
-    corpus: Corpus | None
-    tokens: Roxxel | None
+    corpus: Corpus | None = None
+    tokens: Roxxel | None = None
     tokenizer: Tokenizer | None
     """None: to be trained, or not given for tokens."""
-    kind: str
-    vocab_size: int | None
-    eos: bool
-    val_fraction: float
+    kind: str = "none"
+    vocab_size: int | None = None
+    eos: bool = True
+    val_fraction: float = 0.0
     text_key: str
     max_shard_bytes: int
 

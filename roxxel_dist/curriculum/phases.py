@@ -12,7 +12,7 @@ from roxxel_dist.curriculum.amend import longest_window
 from roxxel_dist.curriculum.plan import ENDLESS, Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.units import APART, SPREAD, rows_in_a_pass
+from roxxel_dist.data.units import APART, SPREAD, Ranges, rows_in_a_pass
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.component import MOST_WHOLE, number_of
 
@@ -306,7 +306,7 @@ class Curriculum:
         """Rows of the primary data set in the first steps of a phase; `first` steps are before it."""
         rest = [replace(each, steps=1, epochs=None).shape for each in self._given[len(before) + 1 :]]
         shapes = [*(each.shape for each in before), replace(phase, steps=steps, epochs=None).shape, *rest]
-        plan = Plan(shapes, {name: data.ranges for name, data in self.datasets.items()}, 0, order=self._order)
+        plan = Plan(shapes, self._ranges, 0, order=self._order)
         return plan.rows_read(first, first + steps)["self"]
 
     def hold_out(self, fraction: float) -> "tuple[Curriculum, Roxxel]":
@@ -352,5 +352,8 @@ class Curriculum:
         Raises:
             ValueError: a data set is too small for a phase's batch, a weight names none, or the passes are not enough.
         """
-        ranges = {name: streamer.ranges for name, streamer in self.datasets.items()}
-        return Plan(self.shapes, ranges, seed, max_passes=max_passes, order=self._order)
+        return Plan(self.shapes, self._ranges, seed, max_passes=max_passes, order=self._order)
+
+    @property
+    def _ranges(self) -> dict[str, Ranges]:
+        return {name: streamer.ranges for name, streamer in self.datasets.items()}

@@ -403,15 +403,9 @@ class SegmentBuilder:
         self, shape: Shape, phase: int, step: int, steps: int, mixture: Mixture, allocations: Sequence[Allocation]
     ) -> Segment:
         return Segment(
-            first_step=step,
-            steps=steps,
-            phase=phase,
-            shape=shape,
-            key=self.key,
-            mixture=mixture,
-            allocations=tuple(allocations),
-            before=dict(self.cursors),
-        )
+            first_step=step, steps=steps, phase=phase, shape=shape, key=self.key, mixture=mixture,
+            allocations=tuple(allocations), before=dict(self.cursors),
+        )  # fmt: skip
 
 
 def check_batches(shapes: Iterable[Shape], grad_accum: int) -> None:

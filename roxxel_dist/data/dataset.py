@@ -404,13 +404,9 @@ class Roxxel:
                 f"place; `roxxel-dist data build {file.path} --out DIR` turns it into shards"
             )
         options = WriteOptions(
-            separator=separator,
-            block_size=block_size,
-            max_shard_bytes=max_shard_bytes,
-            dtype=dtype,
-            vocab_size=vocab_size,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-        )
+            separator=separator, block_size=block_size, max_shard_bytes=max_shard_bytes, dtype=dtype,
+            vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint,
+        )  # fmt: skip
         if isinstance(items, Roxxel):  # a file that is truncated while it is copied must be an error, not zeros
             items = items.read_documents()
         write_data_set(Target.of_path(self.filepath), items, options, append=append)

@@ -146,14 +146,9 @@ def _read(name: str, path: Path, tokenizer: Tokenizer, max_context: int) -> Task
     if not rows:
         raise UserError(f"{path} has no line: {RULE}")
     return Task(
-        name=name,
-        max_context=max_context,
-        rows=tuple(rows),
-        questions=tuple(questions),
-        text_bytes=text_bytes,
-        truncated=truncated,
-        unscored=unscored,
-    )
+        name=name, max_context=max_context, rows=tuple(rows), questions=tuple(questions), text_bytes=text_bytes,
+        truncated=truncated, unscored=unscored,
+    )  # fmt: skip
 
 
 def _fields(where: str, line: bytes) -> dict[str, Any]:

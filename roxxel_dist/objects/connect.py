@@ -93,11 +93,8 @@ def _s3() -> dict[str, Any]:
     settings: dict[str, Any] = {"disable_bulk_delete": True}
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     endpoint = _s3_endpoint()
-    elsewhere = (
-        "AWS_WEB_IDENTITY_TOKEN_FILE",
-        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    )
+    container = "AWS_CONTAINER_CREDENTIALS"
+    elsewhere = ("AWS_WEB_IDENTITY_TOKEN_FILE", f"{container}_RELATIVE_URI", f"{container}_FULL_URI")
     has_keys = bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
     is_elsewhere = has_keys or any(map(os.environ.get, elsewhere))
     is_public = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
@@ -165,13 +162,8 @@ def _gs() -> dict[str, Any]:
     if not endpoint:
         return {}
     # An emulator needs no credentials, but without a token obstore would request one from Google.
-    names = (
-        "GOOGLE_APPLICATION_CREDENTIALS",
-        "GOOGLE_SERVICE_ACCOUNT",
-        "GOOGLE_SERVICE_ACCOUNT_PATH",
-        "GOOGLE_BEARER_TOKEN",
-    )
-    token = {} if any(map(os.environ.get, names)) else {"bearer_token": "emulator"}
+    names = ("APPLICATION_CREDENTIALS", "SERVICE_ACCOUNT", "SERVICE_ACCOUNT_PATH", "BEARER_TOKEN")
+    token = {} if any(os.environ.get(f"GOOGLE_{name}") for name in names) else {"bearer_token": "emulator"}
     return {"base_url": endpoint, **token}
 
 

@@ -23,26 +23,13 @@ from roxxel_dist.process.file_lock import is_held as lock_is_held
 from roxxel_dist.utils.voice import argument
 
 RUN_FILES = (
-    "config.yaml",
-    "tokenizer.json",
-    "model_summary.json",
-    CURSOR,
-    "training_log.csv",
-    "metrics.jsonl",
-    "timeline.jsonl",
-    "model_weights.msgpack",
-    "best_model_weights.msgpack",
-    "wandb.json",
-    "plots/loss.png",
-)
+    "config.yaml", "tokenizer.json", "model_summary.json", CURSOR, "training_log.csv", "metrics.jsonl",
+    "timeline.jsonl", "model_weights.msgpack", "best_model_weights.msgpack", "wandb.json", "plots/loss.png",
+)  # fmt: skip
 """Files that a run replaces, or drops rows from."""
 IN_FOLDERS = (
-    "checkpoints/[0-9]*",
-    "checkpoints/*.orbax-checkpoint-tmp*",
-    "data/*.rox",
-    "data/tokenizer.json",
-    "data/build.json",
-)
+    "checkpoints/[0-9]*", "checkpoints/*.orbax-checkpoint-tmp*", "data/*.rox", "data/tokenizer.json", "data/build.json",
+)  # fmt: skip
 """What a run takes for its own in its folders, and deletes; it only adds to others, such as `logs`."""
 
 

@@ -156,27 +156,14 @@ class Experiment:
                 ids = [] if tokenizer is None else tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
                 tasks = open_tasks(self.config, tokenizer)
                 # A trial goes on where there is room; what is other there is a line of its log.
-                is_free = amend or bool(fork_name) or is_trial
-                check = partial(self._check_continuation, run, past, components, is_free)
-                loop = Loop.open(
-                    Parts(
-                        components.build,
-                        components.optimizer,
-                        components.curriculum,
-                        components.loss,
-                        run,
-                        validation=components.validation,
-                        tasks=tasks,
-                        mesh=components.mesh(),
-                        grad_accum=components.grad_accum,
-                        amend=amend,
-                        origin=origin,
-                        trackers=trackers_of(self.config, run),
-                        bucket=bucket,
-                        options=components.options,
-                    ),
-                    check,
-                )
+                free = amend or bool(fork_name) or is_trial
+                parts = Parts(
+                    components.build, components.optimizer, components.curriculum, components.loss, run,
+                    validation=components.validation, tasks=tasks, mesh=components.mesh(),
+                    grad_accum=components.grad_accum, amend=amend, origin=origin,
+                    trackers=trackers_of(self.config, run), bucket=bucket, options=components.options,
+                )  # fmt: skip
+                loop = Loop.open(parts, partial(self._check_continuation, run, past, components, free))
                 undo.callback(loop.close)
                 if self.config.model or self.config.loss:
                     loop.try_loss()  # find mistakes in a model or a loss before files are written
@@ -228,17 +215,9 @@ class Experiment:
             progress = ProgressBars(is_primary())
             progress.line(f"compiling; then {num_steps} steps with learning rates from {min_lr:.2g} to {max_lr:.2g}")
             with progress.bar("steps", num_steps) as done:
-                losses = sweep(
-                    components.build,
-                    for_run(components.optimizer, components.curriculum.shapes, {}),
-                    stream,
-                    components.loss,
-                    rates,
-                    grad_accum=grad_accum,
-                    options=options,
-                    load=load,
-                    done=done,
-                )
+                optimizer = for_run(components.optimizer, components.curriculum.shapes, {})
+                more: dict[str, Any] = {"grad_accum": grad_accum, "options": options, "load": load, "done": done}
+                losses = sweep(components.build, optimizer, stream, components.loss, rates, **more)
             rates = rates[: len(losses)]
             return suggest(rates, losses, num_steps, self.config.optimizer), rates, losses
 

@@ -52,16 +52,8 @@ AMENDABLE = ("phases", *WITHOUT_PHASES)
 EXACT_FIELDS = ("virtual_shards", "grad_accum")
 """Fields that decide how a run with virtual shards adds up."""
 FIXED_FIELDS = (
-    "model",
-    "optimizer",
-    "use_bf16",
-    "init_from",
-    "seed",
-    "phases",
-    "val_fraction",
-    "tokenizer_type",
-    "virtual_shards",
-)
+    "model", "optimizer", "use_bf16", "init_from", "seed", "phases", "val_fraction", "tokenizer_type", "virtual_shards",
+)  # fmt: skip
 """Fields, besides those of the model, that decide what a checkpoint holds, or which tokens a step reads."""
 
 

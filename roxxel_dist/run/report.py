@@ -130,15 +130,9 @@ def _read(folder: Path, name: str) -> Run:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be incomplete during a write
         parameters = int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["parameters"])
     rows, gaps = _read_rows(folder / METRICS)
-    return Run(
-        name=name,
-        path=folder,
-        fields=read_fields(folder),
-        rows=rows,
-        gaps=gaps,
-        parameters=parameters,
-        spent=time_spent(read_timeline(folder)),
-    )
+    spent = time_spent(read_timeline(folder))
+    fields = read_fields(folder)
+    return Run(name=name, path=folder, fields=fields, rows=rows, gaps=gaps, parameters=parameters, spent=spent)
 
 
 def _read_rows(path: Path) -> tuple[list[dict[str, float]], dict[str, list[dict[str, float]]]]:
@@ -148,15 +142,12 @@ def _read_rows(path: Path) -> tuple[list[dict[str, float]], dict[str, list[dict[
         for row in reader.objects():
             row.pop(DIGEST, None)
             numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
-            rows.append({name: value for name, value in numbers.items() if value is not None and _is_finite(value)})
+            most = sys.float_info.max
+            rows.append({name: value for name, value in numbers.items() if value is not None and abs(value) <= most})
             for name in numbers:
                 if name not in rows[-1]:
                     gaps.setdefault(name, []).append(rows[-1])
     return rows, gaps
-
-
-def _is_finite(value: float) -> bool:
-    return abs(value) <= sys.float_info.max
 
 
 def no_pictures() -> str:

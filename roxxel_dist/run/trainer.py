@@ -184,17 +184,8 @@ class Trainer:
             pin_for_shards(options.virtual_shards)  # before jax makes its first device
             mesh = make_mesh()
         parts = {name: value for name, value in others.items() if name in PART_NAMES}
-        return Parts(
-            model,
-            optimizer,
-            curriculum,
-            loss_fn,
-            Path(save_path),
-            mesh=mesh,
-            grad_accum=grad_accum_steps,
-            options=options,
-            **parts,
-        )
+        given: dict[str, Any] = {"mesh": mesh, "grad_accum": grad_accum_steps, "options": options, **parts}
+        return Parts(model, optimizer, curriculum, loss_fn, Path(save_path), **given)
 
     @property
     def experiment(self) -> Experiment:

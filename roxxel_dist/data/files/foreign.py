@@ -161,16 +161,9 @@ def _file(
             start = last * number // (SAMPLED_BLOCKS + 1)
             digest.update(data[start : start + SAMPLE_BYTES])
     metadata = Metadata(
-        tokens=count,
-        documents=documents,
-        vocab_size=None,
-        tokenizer_fingerprint=None,
-        separator=None,
-        index=0,
-        first_token=0,
-        first_document=0,
-        chain=digest.hexdigest(),
-    )
+        tokens=count, documents=documents, vocab_size=None, tokenizer_fingerprint=None, separator=None, index=0,
+        first_token=0, first_document=0, chain=digest.hexdigest(),
+    )  # fmt: skip
     read_ends = read_ends or (lambda: np.array([count], np.int64))
     sizes = {path: len(data) for path, data in maps.items()}
     return ForeignFile(path, kind, np.ndarray(count, dtype, mapped, offset), offset, metadata, read_ends, sizes)

@@ -118,19 +118,10 @@ def pack_end(layout: ShardLayout) -> bytes:
     """The metadata and the footer of a file."""
     meta = json.dumps(layout.metadata.to_dict(), sort_keys=True, separators=(",", ":")).encode("ascii")
     numbers = FOOTER.pack(
-        layout.metadata.tokens,
-        layout.dtype.str.encode("ascii"),
-        layout.block_size,
-        layout.metadata.documents,
-        layout.ends_offset,
-        layout.sums_offset,
-        layout.meta_offset,
-        len(meta),
-        layout.ends_checksum,
-        layout.sums_checksum,
-        0,
-        MAGIC,
-    )[:SIGNED_BYTES]
+        layout.metadata.tokens, layout.dtype.str.encode("ascii"), layout.block_size, layout.metadata.documents,
+        layout.ends_offset, layout.sums_offset, layout.meta_offset, len(meta), layout.ends_checksum,
+        layout.sums_checksum, 0, MAGIC,
+    )[:SIGNED_BYTES]  # fmt: skip
     return meta + numbers + struct.pack("<Q", checksum(meta + numbers)) + MAGIC
 
 
@@ -191,15 +182,9 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> ShardLayout:
     if (metadata.tokens, metadata.documents) != (tokens, documents):
         raise UserError(f"{path}: the metadata and the footer disagree about tokens or documents. {REPLACE}")
     return ShardLayout(
-        metadata=metadata,
-        dtype=dtype,
-        block_size=block_size,
-        ends_offset=ends,
-        sums_offset=sums,
-        meta_offset=meta,
-        ends_checksum=ends_sum,
-        sums_checksum=sums_sum,
-    )
+        metadata=metadata, dtype=dtype, block_size=block_size, ends_offset=ends, sums_offset=sums, meta_offset=meta,
+        ends_checksum=ends_sum, sums_checksum=sums_sum,
+    )  # fmt: skip
 
 
 MOST_WORKERS = 1024

@@ -306,15 +306,10 @@ class ShardWriter:
         )
         chain = chain_of(after.chain if after else "", metadata, dtype, ends_checksum, sums_checksum)
         layout = ShardLayout(
-            metadata=replace(metadata, chain=chain),
-            dtype=dtype,
-            block_size=self.settings.block_size,
-            ends_offset=ends_offset,
-            sums_offset=sums_offset,
-            meta_offset=meta_offset,
-            ends_checksum=ends_checksum,
-            sums_checksum=sums_checksum,
-        )
+            metadata=replace(metadata, chain=chain), dtype=dtype, block_size=self.settings.block_size,
+            ends_offset=ends_offset, sums_offset=sums_offset, meta_offset=meta_offset,
+            ends_checksum=ends_checksum, sums_checksum=sums_checksum,
+        )  # fmt: skip
         self._file.write(pack_end(layout))
         self._file.seek(0)
         self._file.write(npy_header(dtype, self.tokens))

@@ -176,15 +176,12 @@ def digests(data: bytes | memoryview, size: int = TABLE_BYTES) -> np.ndarray:
     return np.array([xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, len(data), size)], np.uint64)
 
 
+COLUMNS = {"sums": "<u8", "ends": "<u8", "firsts": "<i8"}
+
+
 def pack(entries: Sequence[ShardEntry]) -> bytes:
     """The bytes of the index object of these shards, which all have digests."""
-    shards = [
-        {
-            **vars(entry),
-            **{name: getattr(entry, name).tobytes() for name in ("sums", "ends", "firsts")},  # little-endian
-        }
-        for entry in entries
-    ]
+    shards = [vars(entry) | {name: getattr(entry, name).tobytes() for name in COLUMNS} for entry in entries]
     body = zlib.compress(msgpack.packb({"shards": shards}) or b"", 1)
     return HEAD.pack(MAGIC, checksum(body)) + body
 
@@ -197,16 +194,7 @@ def unpack(where: object, data: bytes) -> list[ShardEntry]:
     if checksum(data[HEAD.size :]) != HEAD.unpack_from(data)[1]:
         raise UserError(f"{where} is damaged (its checksum is wrong): {cure}")
     shards: list[dict[str, Any]] = msgpack.unpackb(zlib.decompress(data[HEAD.size :]))["shards"]
-    return [
-        ShardEntry(
-            name=shard["name"],
-            size=shard["size"],
-            etag=shard["etag"],
-            end=shard["end"],
-            sums=np.frombuffer(shard["sums"], "<u8"),
-            ends=np.frombuffer(shard["ends"], "<u8"),
-            firsts=np.frombuffer(shard["firsts"], "<i8"),
-            cuts=tuple(map(tuple, shard["cuts"])),
-        )
-        for shard in shards
-    ]
+    for shard in shards:
+        shard |= {name: np.frombuffer(shard[name], kind) for name, kind in COLUMNS.items()}
+        shard["cuts"] = tuple(map(tuple, shard["cuts"]))
+    return [ShardEntry(**shard) for shard in shards]
