@@ -266,7 +266,8 @@ class CheckpointReader:
     def _agree(self, step: int, problems: list[str]) -> None:
         """Raises DamagedCheckpoint, on all ranks, where one of them has found something wrong."""
         heard = [text for text in gather_to_primary(self._name, problems_text(problems), CHECK_LIMIT_S) if text]
-        why, deleted = problems_text(list(dict.fromkeys(heard))), bool(heard) and not self._exists(step)
+        exists = (self.folder / str(step)).exists if self._remote is None else partial(self._remote.exists, step)
+        why, deleted = problems_text(list(dict.fromkeys(heard))), bool(heard) and not exists()
         why, deleted = json.loads(broadcast_from_primary(self._name, json.dumps([why, deleted]), CHECK_LIMIT_S))
         if not why:
             return
@@ -274,9 +275,6 @@ class CheckpointReader:
         if deleted:  # its run goes on, and keeps the newest ones
             raise UserError(f"the checkpoint of step {step} in {self.folder} was deleted while it was read")
         raise DamagedCheckpoint(self.folder, step, why, self._hint(step))
-
-    def _exists(self, step: int) -> bool:
-        return (self.folder / str(step)).exists() if self._remote is None else self._remote.exists(step)
 
     def _hint(self, step: int) -> str:
         """What to name instead of a damaged checkpoint: for a reader of another run's, an older one."""

@@ -328,13 +328,10 @@ def is_read(like: Any) -> IsRead:
 
     def reads(name: str, block: BlockDigest) -> bool:
         parts = there.get(name, [])
-        return parts is None or any(_overlap(block.bounds, part) for part in parts)
+        pairs = (zip(block.bounds, part, strict=True) for part in parts or ())
+        return parts is None or any(all(a < d and c < b for (a, b), (c, d) in pair) for pair in pairs)
 
     return reads
-
-
-def _overlap(one: Bounds, other: Bounds) -> bool:
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def _key(step: int, name: str) -> str:

@@ -16,7 +16,7 @@ from roxxel_dist.corpus.inputs import SHARD_NAME, SPLITS, BuildInputs, PathLike,
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging_folder, writing
-from roxxel_dist.data.files.discovery import BUILD_FILE, NoShardsError, names_objects
+from roxxel_dist.data.files.discovery import BUILD_FILE, NoShardsError, build_record, names_objects
 from roxxel_dist.data.files.shard import Shard
 from roxxel_dist.data.files.slices import TokenFile, fingerprints
 from roxxel_dist.data.files.writer import write_shards
@@ -127,9 +127,9 @@ def _folder(out: PathLike) -> Path:
 
 
 def _record(out: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads((out / BUILD_FILE).read_bytes())
-        if "max_shard_bytes" in record["settings"]:
+    with suppress(OSError, TypeError):
+        record = build_record((out / BUILD_FILE).read_bytes())
+        if record and "max_shard_bytes" in record["settings"]:
             return record
     raise UserError(
         f"{out} has no {BUILD_FILE} of `data build`: append to it with Roxxel(PATH).write(TOKENS, append=True)"

@@ -106,14 +106,9 @@ def build(
     log, bucket = ProgressBars(progress), BucketOut.open(out, remote or RemoteConfig()) if names_objects(out) else None
     out = Path(out) if bucket is None else bucket.folder
     sources = check_settings(
-        paths,
-        out,
-        workers=workers,
-        max_shard_bytes=max_shard_bytes,
-        val_fraction=val_fraction,
-        vocab_size=vocab_size,
+        paths, out, workers=workers, max_shard_bytes=max_shard_bytes, val_fraction=val_fraction, vocab_size=vocab_size,
         trains=str(tokenizer) if str(tokenizer) in get_args(Kind) else None,
-    )
+    )  # fmt: skip
     if bucket is None and not any((out / split / BUILD_FILE).exists() for split in ("", *SPLITS)):
         with writing(out):  # before the inputs are read
             _check_place(out)

@@ -166,17 +166,14 @@ class SpreadOrder:
     def __call__(self, index: np.ndarray) -> np.ndarray:
         """The units at these places (integers in [0, n), any shape): int64 of the same shape."""
         turn, slot = np.divmod(index.astype(np.int64).ravel(), self._strata)
-        stratum, place = self._reversed[slot] ^ self._mask(turn), turn
+        mask = splitmix64(self._word, turn) & np.uint64(self._strata - 1)  # a number for each round
+        stratum, place = self._reversed[slot] ^ mask.astype(np.int64), turn
         is_last = turn == self._rounds  # the round of the strata that have one unit more
         if is_last.any():
             stratum[is_last] = self._longer[slot[is_last]]
         place[~is_last] = self._inside(turn[~is_last])
         unit = self._first[stratum] + (place + self._turned[stratum]) % self._size[stratum]
         return unit.reshape(index.shape)
-
-    def _mask(self, turn: np.ndarray) -> np.ndarray:
-        """A number below the count of strata for each round, int64."""
-        return (splitmix64(self._word, turn) & np.uint64(self._strata - 1)).astype(np.int64)
 
 
 class _BlockOrder:
@@ -202,12 +199,8 @@ class _BlockOrder:
         place, inside = np.divmod(result, self._block)
         place += window * BLOCKS_TOGETHER
         in_block = place < self._blocks
-        place[in_block] = self._order(place[in_block])
+        place[in_block] = _permutation(self._blocks, (*self._key, 3, 0))(place[in_block])
         return place * self._block + inside
-
-    @property
-    def _order(self) -> Permutation:
-        return _permutation(self._blocks, (*self._key, 3, 0))
 
     def _shuffle(self, window: int) -> Permutation:
         size = self._width if window < self._windows - 1 else self._n - window * self._width

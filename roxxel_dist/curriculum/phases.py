@@ -119,13 +119,9 @@ class Phase:
         """The phase as the plan sees it; its steps must be known."""
         shares = tuple((name, float(weight)) for name, weight in (self.weights or {"self": 1.0}).items() if weight > 0)
         return Shape(
-            steps=self.steps or 0,
-            batch_size=self.batch_size or 0,
-            seq_len=self.seq_len or 0,
-            weights=shares,
-            blend=self.blend,
-            packing=self.packing,
-        )
+            steps=self.steps or 0, batch_size=self.batch_size or 0, seq_len=self.seq_len or 0, weights=shares,
+            blend=self.blend, packing=self.packing,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         """The fields that differ from their defaults."""

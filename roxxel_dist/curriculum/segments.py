@@ -187,14 +187,10 @@ class Allocation:
             first += count
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def units_after(self, windows: int) -> int:
-        """Units of the pass that are given out once so many windows of the allocation are read, whole chunks."""
-        chunks = -(-windows // (self.source.chunk * self.windows_per_unit))
-        return self.cursor.used + min(self.units, chunks * self.source.chunk)
-
     def cursor_after(self, windows: int) -> Cursor:
         """The data set's cursor once so many windows of the allocation are read."""
-        return replace(self.cursor, used=self.units_after(windows))
+        chunks = -(-windows // (self.source.chunk * self.windows_per_unit))  # whole ones are given out
+        return replace(self.cursor, used=self.cursor.used + min(self.units, chunks * self.source.chunk))
 
 
 # Steps that follow each other read from the same chunk: its order and its units are found once.

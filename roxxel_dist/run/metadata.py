@@ -60,15 +60,11 @@ class RunMetadata:
         from roxxel_dist.cluster import determinism
 
         return cls(
-            versions={name: version(name) for name in PACKAGES},
-            git_commit=git_commit(Path.cwd()),
-            processes=jax.process_count(),
-            devices=jax.device_count(),
-            platform=jax.devices()[0].platform,
+            versions={name: version(name) for name in PACKAGES}, git_commit=git_commit(Path.cwd()),
+            processes=jax.process_count(), devices=jax.device_count(), platform=jax.devices()[0].platform,
             pjrt_nproc=int(os.environ["PJRT_NPROC"]) if "PJRT_NPROC" in os.environ else None,
-            bits=determinism.numerics_fingerprint() | {"attention": kernel},
-            **values,
-        )
+            bits=determinism.numerics_fingerprint() | {"attention": kernel}, **values,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by name, without those that are not set."""

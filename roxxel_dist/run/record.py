@@ -221,18 +221,14 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     return lines
 
 
-def _bits_of(saved: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The bits of the newest steps of a run, of which there are so many; nothing is left of a resume from there on."""
-    record = RunMetadata.from_config(saved)
-    resumes = (one["bits"] for one in reversed(record.resumes) if one.get("bits") and one["step"] < step)
-    return next(resumes, record.bits)
-
-
 def check_same_run(saved: Mapping[str, Any], config: Config, kernel: AttentionKernel, step: int) -> None:
     """Raises UserError as `check_same_bits` for the steps of a run after this one, by its saved config."""
     if not (config.virtual_shards and saved.get("virtual_shards")):
         return
-    was = _bits_of(saved, step)
+    record = RunMetadata.from_config(saved)
+    # Those of the newest of its steps: nothing is left of a resume from this step on.
+    resumes = (one["bits"] for one in reversed(record.resumes) if one.get("bits") and one["step"] < step)
+    was = next(resumes, record.bits)
     now = determinism.numerics_fingerprint() | {"attention": kernel}
     check_same_bits(was, now, config.virtual_shards)
 

@@ -67,17 +67,13 @@ class Run:
         speeds = [row["tokens_per_s"] for row in self.rows if "tokens_per_s" in row]
         total = sum(self.spent.values())
         return {
-            "steps": last.get("step"),
-            "tokens": last.get("tokens"),
+            "steps": last.get("step"), "tokens": last.get("tokens"),
             **{metric: self.newest(metric) for metric in ("train_loss", "val_loss", "val_bpb")},
             "scalars": {name: self.newest(name) for name in scalar_names(validations[-1] if validations else {})},
-            "best_val_loss": best.get("val_loss"),
-            "best_step": best.get("step"),
-            "tokens_per_s": statistics.median(speeds) if speeds else None,
-            "parameters": self.parameters,
-            "goodput": self.spent["training"] / total if total else None,
-            "spent": dict(self.spent),
-        }
+            "best_val_loss": best.get("val_loss"), "best_step": best.get("step"),
+            "tokens_per_s": statistics.median(speeds) if speeds else None, "parameters": self.parameters,
+            "goodput": self.spent["training"] / total if total else None, "spent": dict(self.spent),
+        }  # fmt: skip
 
 
 def scalar_names(losses: Mapping[str, float]) -> list[str]:

@@ -83,7 +83,10 @@ def export_run(
     if merge_lora and not weights.scales:
         raise UserError(f"--merge_lora: {run} has no adapters; leave it out")
     weights = weights.merge_adapters() if merge_lora else weights
-    params = weights.params if dtype is None else {name: _cast(array, dtype) for name, array in weights.params.items()}
+    params = dict(weights.params)
+    for name, array in params.items() if dtype is not None else ():
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            params[name] = array.astype(jnp.dtype(dtype))
     make_folder(out.parent)
     with interrupt.temporary_folder(f".{out.name}-", out.parent) as folder:
         if format == "hf":
@@ -181,11 +184,6 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_context: int) -> No
     _write_json(folder / CONFIG_FILE, about)
 
 
-def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Cast floating-point arrays only."""
-    return array.astype(jnp.dtype(dtype)) if jnp.issubdtype(array.dtype, jnp.floating) else array
-
-
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+)\s*([KMG]?B|)", text.strip().upper())
     if not match or int(match[1]) < 1:
@@ -254,7 +252,9 @@ def merge_run(run: str | Path, out: str | Path, *, weights: MergeWeights = "unif
         last: list[Weights] = []
         params = mean(_params(named.run, steps, last), shares)
         saved, _ = read_verified(store.folder / str(steps[-1]), steps[-1])
-        rest = files.read_named(store.folder / str(steps[-1]), {name for name in saved.shapes if _is_rest(name)})
+        rest = files.read_named(
+            store.folder / str(steps[-1]), {name for name in saved.shapes if name.startswith(files.REST)}
+        )
     record = {"run": absolute(named.run), "steps": steps, "weights": weights, "shares": shares}
     make_folder(out.parent)
     with interrupt.temporary_folder(f".{out.name}-", out.parent) as folder:
@@ -313,16 +313,12 @@ def _params(run: Path, steps: Sequence[int], last: list[Weights]) -> Iterable[Ma
         yield {name: np.asarray(array) for name, array in weights.params.items()}
 
 
-def _is_rest(name: str) -> bool:
-    return name.startswith(files.REST)
-
-
 def _write(
     folder: Path, params: Mapping[str, np.ndarray], rest: Mapping[str, np.ndarray], saved: MetaFile, step: int
 ) -> None:
     """The checkpoint."""
     shapes = {files.PARAMS + name: [*array.shape, str(array.dtype)] for name, array in params.items()}
-    shapes |= {name: shape for name, shape in saved.shapes.items() if _is_rest(name)}
+    shapes |= {name: shape for name, shape in saved.shapes.items() if name.startswith(files.REST)}
     metadata = CheckpointMetadata.from_dict(saved.meta)
     metadata = dataclasses.replace(metadata, adapter_scales=None, base=None, digest="")
     state = {"params": dict(params)} | ({"rest": files.select_prefix(files.REST, rest)} if rest else {})

@@ -292,18 +292,12 @@ class ShardWriter:
         self._file.write(ends.tobytes() + sums.tobytes())
         ends_checksum, sums_checksum = checksum(ends.data), checksum(sums.data)
         metadata = Metadata(
-            tokens=self.tokens,
-            documents=len(self._ends),
-            vocab_size=self.settings.vocab_size,
-            tokenizer_fingerprint=self.settings.tokenizer_fingerprint,
-            separator=self.settings.separator,
-            index=after.index + 1 if after else 0,
-            first_token=after.first_token + after.tokens if after else 0,
-            first_document=after.first_document + after.documents if after else 0,
-            chain="",
-            text_bytes=self._text_bytes or None,
-            counted_bytes=self._counted_bytes if self._text_bytes else None,
-        )
+            tokens=self.tokens, documents=len(self._ends), vocab_size=self.settings.vocab_size,
+            tokenizer_fingerprint=self.settings.tokenizer_fingerprint, separator=self.settings.separator,
+            index=after.index + 1 if after else 0, first_token=after.first_token + after.tokens if after else 0,
+            first_document=after.first_document + after.documents if after else 0, chain="",
+            text_bytes=self._text_bytes or None, counted_bytes=self._counted_bytes if self._text_bytes else None,
+        )  # fmt: skip
         chain = chain_of(after.chain if after else "", metadata, dtype, ends_checksum, sums_checksum)
         layout = ShardLayout(
             metadata=replace(metadata, chain=chain), dtype=dtype, block_size=self.settings.block_size,

@@ -124,7 +124,9 @@ class Fetcher:
     def serve(self, shards: Sequence[RemoteShard]) -> None:
         """Read these shards from now on; their places are in this order."""
         self.shards = shards
-        self._keys = [_key_of(shard) for shard in shards]
+        # A name for an object and its chunks: those of another version of it are other chunks.
+        of = [(s.path, s.entry.etag, s.entry.size, s.chunks.size, s.chunks.numbers) for s in shards]
+        self._keys = [xxhash.xxh3_64_hexdigest(" ".join(map(str, parts)).encode()) for parts in of]
         self._sizes = np.array([shard.chunks.size for shard in shards], np.int64)
 
     @property
@@ -345,13 +347,6 @@ class Fetcher:
             if not any(chunk.damaged for chunk in result.values()):
                 break
         return result
-
-
-def _key_of(shard: RemoteShard) -> str:
-    """A name for an object and its chunks: those of another version of it are other chunks."""
-    entry, chunks = shard.entry, shard.chunks
-    parts = f"{shard.path} {entry.etag} {entry.size} {chunks.size} {chunks.numbers}"
-    return xxhash.xxh3_64_hexdigest(parts.encode())
 
 
 def _neighbours(places: Iterable[Place]) -> list[list[Place]]:
