@@ -133,10 +133,8 @@ class DamagedFile(UserError):
 
 
 def read_header(path: Path) -> Header | None:
-    """The header of a file; None where it is being written, or was when its writer was killed.
-
-    Raises DamagedFile: the header does not agree with its digest. OSError: it cannot be read.
-    """
+    """The header of a file; None where it is being written, or was when its writer was killed. Raises DamagedFile: the
+    header does not agree with its digest. OSError: it cannot be read."""
     with path.open("rb") as file:
         data = file.read(PREAMBLE.size)
         if not any(data):
@@ -155,10 +153,8 @@ def read_header(path: Path) -> Header | None:
 
 
 def read_blocks(path: Path, header: Header, numbers: Sequence[int] | None = None) -> dict[int, memoryview]:
-    """Read some blocks of a file, or all, each compared with its digest; they are views of the file.
-
-    Raises DamagedFile: one does not agree. OSError: the file cannot be read.
-    """
+    """Read some blocks of a file, or all, each compared with its digest; they are views of the file. Raises
+    DamagedFile: one does not agree. OSError: the file cannot be read."""
     with path.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     blocks: dict[int, memoryview] = {}
@@ -204,10 +200,8 @@ class BlockFile:
         np.ndarray(array.shape, array.dtype, buffer=self._map, offset=self.offsets[place])[...] = array
 
     def finish(self, header: Header, numbers: Sequence[int]) -> int:
-        """Make the file valid, with the digests of its blocks; returns how many of its bytes are in use.
-
-        Raises OSError if there is no room for the header.
-        """
+        """Make the file valid, with the digests of its blocks; returns how many of its bytes are in use. Raises OSError
+        if there is no room for the header."""
         view = memoryview(self._map)
         places = zip(numbers, self.offsets, self._sizes, strict=True)
         blocks = {n: (offset, size, digest(view[offset : offset + size])) for n, offset, size in places}

@@ -49,10 +49,8 @@ def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 
 def digest(data: Any) -> str:
-    """The xxh3-128 of a buffer, or of an array's elements in C order, as 32 hexadecimal digits.
-
-    Raises BufferError for any other object.
-    """
+    """The xxh3-128 of a buffer, or of an array's elements in C order, as 32 hexadecimal digits. Raises BufferError for
+    any other object."""
     if isinstance(data, np.ndarray):  # bfloat16 offers no buffer of its own
         data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     return xxhash.xxh3_128_hexdigest(data)
@@ -112,10 +110,7 @@ class FileDigest(NamedTuple):
 
 
 def _hash_file(path: Path, progress: CountBytes | None = None) -> str:
-    """The digest of a file. Raises OSError.
-
-    Read, not mapped: a file that is cut meanwhile would end the process.
-    """
+    """The digest of a file. Raises OSError. Read, not mapped: a file that is cut meanwhile would end the process."""
     state, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -139,10 +134,8 @@ def _without_collections() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class DigestTable:
-    """The contents of a checkpoint, file by file and block by block; of an export, only its files.
-
-    Each rank writes a table of its part, and rank 0 the one of all parts.
-    """
+    """The contents of a checkpoint, file by file and block by block; of an export, only its files. Each rank writes a
+    table of its part, and rank 0 the one of all parts."""
 
     step: int
     files: Mapping[str, FileDigest] = field(default_factory=dict)
@@ -289,10 +282,8 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def read_verified(checkpoint: Path, step: int) -> tuple[MetaFile, DigestTable]:
-    """`meta.json` and the table of a checkpoint, once they agree.
-
-    Raises ValueError where one of them is missing, damaged or of another step, FormatError for another format.
-    """
+    """`meta.json` and the table of a checkpoint, once they agree. Raises ValueError where one of them is missing,
+    damaged or of another step, FormatError for another format."""
     name = META
     try:
         text = (checkpoint / META).read_bytes()

@@ -280,10 +280,8 @@ def write_table(temporary: Path, step: int, ranks: int, meta: str) -> None:
 
 
 def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Path, meta: str, ranks: int) -> None:
-    """Make a complete checkpoint from the files of all `ranks`.
-
-    It is complete from the rename on, with which this ends; the caller brings its name to the disk (`sync_folder`).
-    """
+    """Make a complete checkpoint from the files of all `ranks`. It is complete from the rename on, with which this
+    ends; the caller brings its name to the disk (`sync_folder`)."""
     with _without_patterns(temporary / STATE) as state:  # Orbax writes one database over those of the ranks
         handler.finalize(epath.Path(state))
     if not (temporary / STATE / MERGED).exists():
@@ -401,10 +399,8 @@ def shapes(tree: Any) -> dict[str, list[Any]]:
 
 
 def difference(saved: Mapping[str, list[Any]], wanted: Mapping[str, list[Any]], *, whole: bool) -> str:
-    """The first thing in which a checkpoint differs from what shall be restored, or nothing.
-
-    Parameters alone, where it is not `whole`, may be restored in another type than they were trained in.
-    """
+    """The first thing in which a checkpoint differs from what shall be restored, or nothing. Parameters alone, where it
+    is not `whole`, may be restored in another type than they were trained in."""
     for name, shape in wanted.items():
         if name not in saved:
             return f"it has no {name}"

@@ -313,9 +313,7 @@ class Schedule:
 
     def decide(self, step: int, done: int, reports: Sequence[Report]) -> CopyDecision | None:
         """Whether to take a generation at `step`, when `done` steps are done; None: neither that, nor an end of it.
-
-        `reports` are those of all ranks, on what they ended since the last decision; empty where that was nothing.
-        """
+        `reports` are those of all ranks, on what they ended since the last decision; empty where that was nothing."""
         if reports:
             self._off = self._take_in(reports)
         if self._off:

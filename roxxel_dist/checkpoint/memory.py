@@ -137,10 +137,8 @@ class MemoryTier:
         return self._decision.generation != ""
 
     def clock(self) -> float:
-        """Seconds by which the loop's part of a generation is measured.
-
-        If the devices are CPUs, the CPU time of this thread: while it waits for a core, other threads use it.
-        """
+        """Seconds by which the loop's part of a generation is measured. If the devices are CPUs, the CPU time of this
+        thread: while it waits for a core, other threads use it."""
         return time.thread_time() if self._on_cpu else time.perf_counter()
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], pending: int | None, idle_since: float) -> None:

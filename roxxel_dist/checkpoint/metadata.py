@@ -224,10 +224,8 @@ class BaseModelRef:
         return CheckpointRef(self.run, self.step or None)
 
     def resolve(self, init_from: str | None) -> "BaseModelRef":
-        """The base where it is now, if the config of the run of adapters says `init_from`.
-
-        Another text than before names its new place, as the same one does where the base is no longer at its old one.
-        """
+        """The base where it is now, if the config of the run of adapters says `init_from`. Another text than before
+        names its new place, as the same one does where the base is no longer at its old one."""
         same = init_from is None or absolute(init_from) == absolute(self.init_from)
         if init_from is None or (same and self.run.exists()):
             return self

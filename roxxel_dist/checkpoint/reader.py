@@ -104,10 +104,8 @@ class CheckpointReader:
         return max(self._saved, default=None)
 
     def latest_of_all(self) -> int | None:
-        """The newest checkpoint as rank 0 knows it, on every rank; all ask together.
-
-        A rank that could not hear how a save ended, as its agreement timed out, knows an older list.
-        """
+        """The newest checkpoint as rank 0 knows it, on every rank; all ask together. A rank that could not hear how a
+        save ended, as its agreement timed out, knows an older list."""
         self.settle()
         known = json.loads(broadcast_from_primary(self._name, json.dumps(list(self._saved.items()))))
         self._saved = {int(step): val_loss for step, val_loss in known}
@@ -128,10 +126,8 @@ class CheckpointReader:
         self._quiet.close()
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The `meta` that a checkpoint was saved with.
-
-        Raises ValueError where there is none of that step, and DamagedCheckpoint where it is damaged.
-        """
+        """The `meta` that a checkpoint was saved with. Raises ValueError where there is none of that step, and
+        DamagedCheckpoint where it is damaged."""
         return dict(self._read(step)[0].meta)
 
     def metadata(self, step: int) -> CheckpointMetadata:
@@ -150,9 +146,7 @@ class CheckpointReader:
 
     def restore_model(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
         """Restore some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
-
-        Raises what `restore` does.
-        """
+        Raises what `restore` does."""
         return self._restore(step, like, whole=False)
 
     def restore_evaluated(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
@@ -178,9 +172,7 @@ class CheckpointReader:
 
     def fetch_model(self, step: int) -> None:
         """Bring what `files.read_model` reads of a checkpoint in a bucket into the folder, for one process alone.
-
-        Raises ValueError where it is damaged, and StoreError.
-        """
+        Raises ValueError where it is damaged, and StoreError."""
         if self._remote is not None and (problems := self._remote.fetch_model(step)):
             raise UserError(problems_text(problems))
 
@@ -203,9 +195,7 @@ class CheckpointReader:
 
     def check(self, step: int) -> None:
         """Compare `meta.json`, the files and all arrays of a checkpoint with their digests, and keep none of them.
-
-        Raises DamagedCheckpoint where one does not agree.
-        """
+        Raises DamagedCheckpoint where one does not agree."""
         table = self._read(step)[1]
         mine = _share_of(table.all_blocks())
         if self._remote is not None:
@@ -334,9 +324,7 @@ def _blocks_off_devices(like: Any, table: DigestTable, saved: Mapping[str, list[
 
 def _check_arrays(state: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[str]:
     """What is wrong with the arrays that this process has read: blocks that lie on one device as they did are compared.
-
-    `saved` are the shapes and types that they were saved with: one that was converted cannot be compared.
-    """
+    `saved` are the shapes and types that they were saved with: one that was converted cannot be compared."""
     problems: list[str] = []
     for name, leaf in files.named_leaves(files.keys_to_data(state)):
         if name not in saved or leaf.dtype != files.stored_dtype(saved[name]):

@@ -77,10 +77,8 @@ class RemoteCheckpoints:
         """Files of other hosts that rank 0 has without the arrays in them, while it joins the parts of a save."""
 
     def list_saved(self, *, read_only: bool) -> dict[int, float | None]:
-        """The step and val_loss of each checkpoint that counts, whose `meta.json` and tables are here then.
-
-        Unless `read_only`, what a save that was cut off has left in the bucket is deleted. For one process alone.
-        """
+        """The step and val_loss of each checkpoint that counts, whose `meta.json` and tables are here then. Unless
+        `read_only`, what a save that was cut off has left in the bucket is deleted. For one process alone."""
         objects = self._by_step()
         whole = sorted(step for step, names in objects.items() if TABLE in names)
         if not read_only:

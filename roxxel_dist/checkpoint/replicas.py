@@ -44,10 +44,8 @@ def read_key(folder: Path) -> bytes:
 
 
 def address_towards(coordinator: str) -> str:
-    """The address of this host on the way to jax's coordinator (HOST:PORT), which is the cluster's interface.
-
-    Raises OSError where there is no way.
-    """
+    """The address of this host on the way to jax's coordinator (HOST:PORT), which is the cluster's interface. Raises
+    OSError where there is no way."""
     host, _, port = coordinator.rpartition(":")
     family, kind, *_, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -375,9 +375,7 @@ class CheckpointStore(CheckpointReader):
 
     def delete_later(self, step: int, meta: dict[str, Any]) -> None:
         """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
-
-        Raises ValueError where there is none of that step, it is damaged, or the folder cannot be written.
-        """
+        Raises ValueError where there is none of that step, it is damaged, or the folder cannot be written."""
         self.settle()
         (saved, _), problem = self._read(step), ""
         if is_primary():

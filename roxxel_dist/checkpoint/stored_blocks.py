@@ -96,10 +96,8 @@ class ByteRange(NamedTuple):
 
 
 class Index:
-    """The places of the values of a database. Small ones are in its nodes.
-
-    The manifest of its folder `state` must be there; `fetch` is called with the place of each node before it is read.
-    """
+    """The places of the values of a database. Small ones are in its nodes. The manifest of its folder `state` must be
+    there; `fetch` is called with the place of each node before it is read."""
 
     def __init__(self, state: Path, fetch: Callable[[ByteRange], None]) -> None:
         self._places: dict[str, ByteRange] = {}

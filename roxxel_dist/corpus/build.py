@@ -202,10 +202,8 @@ def _make(
     log: ProgressBars,
     finished: Callable[[str, Path], None],
 ) -> None:
-    """Fill a folder with the tokenizer and the shards, continuing from the last shard of a killed build.
-
-    `finished` is called with the split and the path of each complete shard.
-    """
+    """Fill a folder with the tokenizer and the shards, continuing from the last shard of a killed build. `finished` is
+    called with the split and the path of each complete shard."""
     record, path = inputs.record(), parts / TOKENIZER_FILE
     if not (parts / BUILD_FILE).is_file() or (parts / BUILD_FILE).read_bytes() != record:
         shutil.rmtree(parts, ignore_errors=True)
@@ -307,9 +305,7 @@ def _files_of(folder: Path) -> list[str]:
 
 def _replaced(out: Path, kept: Set[str], overwrite: bool) -> dict[str, list[str]]:
     """The files of data sets in a folder, by split, that a build replaces: all but those of the splits that are `kept`.
-
-    Raises UserError where there are some and it may not `overwrite` them.
-    """
+    Raises UserError where there are some and it may not `overwrite` them."""
     replaced = {split: _files_of(out / split) for split in ("", *SPLITS) if split not in kept}
     if "" in replaced:
         _check_place(out)

@@ -233,10 +233,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def main(words: list[str]) -> None:
-    """A worker: `encode TOKENIZER_FILE` lists of texts, or `train VOCAB_SIZE` on all lists up to an empty one.
-
-    The answers are (result, None), or (None, message of a ValueError), after which it ends.
-    """
+    """A worker: `encode TOKENIZER_FILE` lists of texts, or `train VOCAB_SIZE` on all lists up to an empty one. The
+    answers are (result, None), or (None, message of a ValueError), after which it ends."""
     # Ctrl-C reaches every process of the terminal; the caller ends this one by closing its stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")

@@ -91,10 +91,8 @@ class _Found:
             self.names[real] = name
 
     def walk(self, root: Path) -> None:
-        """The files below a folder: those of each folder in the order of their names, and then its folders.
-
-        A link to a folder is followed, unless that folder is read under its name, or has this one in it.
-        """
+        """The files below a folder: those of each folder in the order of their names, and then its folders. A link to a
+        folder is followed, unless that folder is read under its name, or has this one in it."""
         top = os.path.realpath(root)
         # Folders that are read without any link: a link to one of them, whatever its name, comes after it.
         seen = {os.path.realpath(folder) for folder in self._real_folders(root)}

@@ -73,10 +73,8 @@ class BuildInputs:
         return {name: getattr(self, name) for name in names} | {"tokenizer": ready, "eos": ending}
 
     def may_have_made(self, record: bytes, sizes: Sequence[int]) -> bool:
-        """Whether a `build.json` can be of this build, of text files of these sizes that are not read yet.
-
-        A build leaves out what is not UTF-8: where there are more files than it read, those have the bytes it lacks.
-        """
+        """Whether a `build.json` can be of this build, of text files of these sizes that are not read yet. A build
+        leaves out what is not UTF-8: where there are more files than it read, those have the bytes it lacks."""
         known, sizes = build_record(record) or {}, sorted(sizes)
         try:
             others, lacking = len(sizes) - known["inputs"]["files"], sum(sizes) - known["inputs"]["bytes"]
@@ -145,10 +143,8 @@ def check_settings(
     vocab_size: int | None = None,
     trains: str | None = None,
 ) -> list[Path]:
-    """The input paths as a list; `trains` is the kind of the tokenizer, where it is to be trained.
-
-    Raises ValueError for an invalid setting, or if a folder is both input and output.
-    """
+    """The input paths as a list; `trains` is the kind of the tokenizer, where it is to be trained. Raises ValueError
+    for an invalid setting, or if a folder is both input and output."""
     if workers is not None:
         check_range("workers", workers, MOST_WORKERS, "processes")
     if max_shard_bytes is not None:

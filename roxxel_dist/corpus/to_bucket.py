@@ -32,11 +32,8 @@ FIRST = "00000" + ENDING
 
 
 class SentFiles:
-    """The files of a build that are in the bucket. Thread-safe.
-
-    A file beside the folder of the build keeps them, a line each, so that what a build has sent before it was killed
-    is not sent again.
-    """
+    """The files of a build that are in the bucket. Thread-safe. A file beside the folder of the build keeps them, a
+    line each, so that what a build has sent before it was killed is not sent again."""
 
     def __init__(self, store: ObjectStore, folder: Path) -> None:
         self._store, self._path, self._lock = store, folder.with_name(f"{folder.name}.sent"), threading.Lock()
@@ -131,10 +128,8 @@ class BucketOut:
 
     @contextmanager
     def send_build(self, log: ProgressBars) -> Iterator[Callable[[str, Path], None]]:
-        """Send a build made within it to the bucket; call the yielded function with each complete shard.
-
-        If the build fails, the objects that it has sent are deleted.
-        """
+        """Send a build made within it to the bucket; call the yielded function with each complete shard. If the build
+        fails, the objects that it has sent are deleted."""
         self.folder.mkdir(parents=True, exist_ok=True)
         sent, files = list[str](), SentFiles(self.store, self.folder)
         pool, is_away = ThreadPoolExecutor(2), threading.Event()

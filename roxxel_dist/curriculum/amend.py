@@ -68,11 +68,8 @@ def longest_window(shapes: Sequence[Shape], name: str, order: int) -> int:
 def make_sources(
     datasets: Mapping[str, Ranges], shapes: Sequence[Shape], before: Mapping[str, UnitSource], order: int
 ) -> dict[str, UnitSource]:
-    """Data sets cut in units for their longest window.
-
-    One that was there before keeps its units, so that its pass goes on, unless a window is longer than a unit: then it
-    is cut anew, and `carry_cursor` begins its next pass.
-    """
+    """Data sets cut in units for their longest window. One that was there before keeps its units, so that its pass goes
+    on, unless a window is longer than a unit: then it is cut anew, and `carry_cursor` begins its next pass."""
     sources = {}
     for name, ranges in datasets.items():
         size = before[name].units.size if name in before else 0

@@ -34,9 +34,7 @@ Key = tuple[np.unsignedinteger, np.unsignedinteger]
 
 class Permutation:
     """A bijection of [0, n), n from 1 to 2^62 - 1, chosen by `key`: whole numbers >= 0, such as (seed, data set, pass).
-
-    Different keys give unrelated orders.
-    """
+    Different keys give unrelated orders."""
 
     def __init__(self, n: int, key: Sequence[int]) -> None:
         if not 1 <= n < 1 << 62:
@@ -119,10 +117,8 @@ def splitmix64(word: np.ndarray | np.unsignedinteger, number: np.ndarray) -> np.
 
 
 def shuffled_blocks(first: int, count: int, length: int, key: Sequence[int]) -> np.ndarray:
-    """A permutation of [0, length) for each of the blocks first, first + 1, …: int64[count, length].
-
-    Block b's depends on (key, b) alone. For short blocks: it sorts `length` random numbers each.
-    """
+    """A permutation of [0, length) for each of the blocks first, first + 1, …: int64[count, length]. Block b's depends
+    on (key, b) alone. For short blocks: it sorts `length` random numbers each."""
     block, place = np.arange(first, first + count, dtype=np.uint64)[:, None], np.arange(length, dtype=np.uint64)
     x = splitmix64(np.frombuffer(digest(key, 8), "<u8"), (block << np.uint64(32)) + place)
     # With its place in the lowest bits no number comes twice, and sorting is faster than asking for the order.
@@ -177,10 +173,8 @@ class SpreadOrder:
 
 
 class _BlockOrder:
-    """A bijection of [0, n) that shuffles blocks of neighbours, and then all numbers of a few blocks at a time.
-
-    Numbers that fill no block are shuffled together with the last blocks.
-    """
+    """A bijection of [0, n) that shuffles blocks of neighbours, and then all numbers of a few blocks at a time. Numbers
+    that fill no block are shuffled together with the last blocks."""
 
     def __init__(self, n: int, key: Sequence[int], block: int) -> None:
         self._n, self._key, self._block = n, tuple(key), block

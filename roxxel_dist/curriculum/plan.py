@@ -112,10 +112,8 @@ class Plan:
             self._known_to = segment.first_step + segment.steps
 
     def _cursors_for(self, level: int, key: Key) -> dict[str, Cursor]:
-        """How far each data set was read when an amendment begins.
-
-        A data set that is no longer in the plan keeps its cursor, for when it comes back.
-        """
+        """How far each data set was read when an amendment begins. A data set that is no longer in the plan keeps its
+        cursor, for when it comes back."""
         amendment, before, earlier = self.amendments[level], dict[str, Cursor](), dict[str, UnitSource]()
         if level:
             done = min(amendment.from_step + amendment.skip, self.total_steps)

@@ -405,10 +405,8 @@ class SegmentBuilder:
 
 
 def check_batches(shapes: Iterable[Shape], grad_accum: int) -> None:
-    """Raises ValueError for a phase whose batch gradient accumulation does not divide.
-
-    A batch of fewer rows than micro-batches has one row in each: a curriculum may end in one long row.
-    """
+    """Raises ValueError for a phase whose batch gradient accumulation does not divide. A batch of fewer rows than
+    micro-batches has one row in each: a curriculum may end in one long row."""
     for i, shape in enumerate(shapes):
         if shape.batch_size % min(grad_accum, shape.batch_size):
             raise UserError(

@@ -44,10 +44,8 @@ PAUSE_S = 50e-6
 
 
 def find_damage(shards: Sequence[TokenFile], progress: ProgressBars, workers: int | None = None) -> Iterator[str]:
-    """The damage in shards: one message for each damaged shard, which names the block and the document.
-
-    `workers` are processes; None: one per core, or only this process for little data.
-    """
+    """The damage in shards: one message for each damaged shard, which names the block and the document. `workers` are
+    processes; None: one per core, or only this process for little data."""
     size = sum(shard.tokens.nbytes for shard in shards)
     if workers is not None:
         check_range("workers", workers, MOST_WORKERS, "processes")
@@ -135,11 +133,8 @@ class _File:
 
 
 class VerifiedBlocks:
-    """The verified blocks of the open files: each block is checked once, on first use.
-
-    Files of other systems have no checksums; only their ids are checked: they are below `vocab_size`, by default that
-    of the data. Thread-safe.
-    """
+    """The verified blocks of the open files: each block is checked once, on first use. Files of other systems have no
+    checksums; only their ids are checked: they are below `vocab_size`, by default that of the data. Thread-safe."""
 
     def __init__(self, vocab_size: int | None = None) -> None:
         self._vocab_size = vocab_size
@@ -219,10 +214,8 @@ PIECE_BYTES = 1 << 24
 
 
 def verify_objects(url: str, progress: ProgressBars) -> tuple[list[str], str]:
-    """(a line for each damaged shard, a summary line) for the shards at an address.
-
-    Raises NoShardsError: there are none. StoreError: the store fails.
-    """
+    """(a line for each damaged shard, a summary line) for the shards at an address. Raises NoShardsError: there are
+    none. StoreError: the store fails."""
     try:
         store, entries = find_shards(ObjectUrl.parse(url), RemoteConfig().store_timeout)
     except NoShardsError:

@@ -110,11 +110,9 @@ def _s3() -> dict[str, Any]:
 
 
 def _aws_session() -> Any | None:
-    """The session of the AWS profile that is named, or is the default one; None where no file has profiles.
-
-    Raises StoreDeniedError where there is no such profile, where a file cannot be parsed, and where boto3, which reads
-    them, is not installed.
-    """
+    """The session of the AWS profile that is named, or is the default one; None where no file has profiles. Raises
+    StoreDeniedError where there is no such profile, where a file cannot be parsed, and where boto3, which reads them,
+    is not installed."""
     name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
     files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
     found = [path for key, usual in files.items() if (path := Path(os.environ.get(key) or usual).expanduser()).exists()]

@@ -35,10 +35,8 @@ CREDENTIALS = {
 
 @dataclass(frozen=True)
 class ErrorRule:
-    """The meaning of one kind of errors.
-
-    The texts have fields: {bucket}, {at}, {named}, {credentials}, {endpoint}, {proxy}.
-    """
+    """The meaning of one kind of errors. The texts have fields: {bucket}, {at}, {named}, {credentials}, {endpoint},
+    {proxy}."""
 
     kind: type[StoreError] | None
     """The class to raise; None for a temporary error, which is retried."""

@@ -44,10 +44,8 @@ class LeaseLostError(RuntimeError):
 
 
 class Lease:
-    """A lease that this process holds while the context is open. Create it with `take`.
-
-    Its age is measured by the store's clock, so hosts with different clocks agree.
-    """
+    """A lease that this process holds while the context is open. Create it with `take`. Its age is measured by the
+    store's clock, so hosts with different clocks agree."""
 
     def __init__(
         self, store: "ObjectStore", key: str, record: dict[str, Any], etag: str, began: float, *, conditions: bool

@@ -46,10 +46,8 @@ class ObjectInfo:
 
 
 class ObjectStore:
-    """A prefix in a bucket. Thread-safe, but a forked process must open its own store.
-
-    Each operation is retried until `timeout_s` after its first try, and then raises; see `objects.errors`.
-    """
+    """A prefix in a bucket. Thread-safe, but a forked process must open its own store. Each operation is retried until
+    `timeout_s` after its first try, and then raises; see `objects.errors`."""
 
     def __init__(self, url: ObjectUrl, reads: Any, uploads: Any, timeout_s: float) -> None:
         self.url = url

@@ -68,10 +68,8 @@ class ObjectUrl:
 
 
 def checked_key(key: str) -> str:
-    """The key, if every store and a local folder support it.
-
-    Raises ValueError: an empty part, "." or "..", or a control character.
-    """
+    """The key, if every store and a local folder support it. Raises ValueError: an empty part, "." or "..", or a
+    control character."""
     if any(part in ("", ".", "..") for part in key.split("/")) or re.search(r"[\x00-\x1f\x7f]", key):
         rule = "no part between slashes may be empty, '.' or '..', and control characters are not allowed"
         raise UserError(f"the key {key!r} cannot be used: {rule}")

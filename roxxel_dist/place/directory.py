@@ -35,9 +35,7 @@ IN_FOLDERS = (
 
 def check_run_folder(run: Path, name: str = "") -> None:
     """Raises UserError where a run in the folder would damage files that no run made. Messages call the folder `name`.
-
-    A folder that does not exist, an empty one, one with other files, such as notes, and that of a run are fine.
-    """
+    A folder that does not exist, an empty one, one with other files, such as notes, and that of a run are fine."""
     name = name or str(run)
     others = chain(["runs/first"], map("runs/run_{}".format, count(2)))
     other = next(place for place in others if not os.path.exists(place))
@@ -128,11 +126,8 @@ class RunDirectory:
         self._release_folder: Callable[[], None] = lambda: None
 
     def claim(self, resume: bool) -> None:
-        """Make the folder and hold it until `release`.
-
-        Raises ValueError if it is not a folder, cannot be written, is held, has files that no run made and a run would
-        replace, or has a run and `resume` is off.
-        """
+        """Make the folder and hold it until `release`. Raises ValueError if it is not a folder, cannot be written, is
+        held, has files that no run made and a run would replace, or has a run and `resume` is off."""
         if os.path.exists(self.path) and not self.path.is_dir():
             raise UserError(f"run_dir is {self.path}, a file: name a folder")
         self.check_new(resume)
@@ -238,10 +233,8 @@ def _must_be_finished(path: Path) -> bool:
 
 
 def check_still_there(run: Path) -> None:
-    """Raises FileNotFoundError for a run without a config.yaml, if this job has done steps in it.
-
-    Otherwise a new run would begin in the folder of a file system that is not mounted.
-    """
+    """Raises FileNotFoundError for a run without a config.yaml, if this job has done steps in it. Otherwise a new run
+    would begin in the folder of a file system that is not mounted."""
     step = int(os.environ.get(REACHED_ENV) or 0)
     if step and not (run / CONFIG).is_file():
         raise MissingFileError(f"{run / CONFIG} is not there, and this job has reached step {step} in {run}")
@@ -266,10 +259,8 @@ def is_of_program(folder: Path) -> bool:
 
 
 def no_run(folder: Path, name: str = "") -> str:
-    """The message for a folder that is not a usable run: it suggests the closest run, or lists those beside it.
-
-    `name` is the user's text, if that is not a folder.
-    """
+    """The message for a folder that is not a usable run: it suggests the closest run, or lists those beside it. `name`
+    is the user's text, if that is not a folder."""
     if is_url(name):
         return f"{name} is not a run: there is no {name}/{CONFIG}; check the address"
     if is_study(folder):

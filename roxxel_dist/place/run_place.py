@@ -28,10 +28,8 @@ RunName = str | os.PathLike[str]
 
 
 def bucket_url(name: RunName | None) -> ObjectUrl | None:
-    """The address of a run, or of a study, in a bucket; None for a folder and for no name.
-
-    Raises UserError for an address that names no bucket.
-    """
+    """The address of a run, or of a study, in a bucket; None for a folder and for no name. Raises UserError for an
+    address that names no bucket."""
     return ObjectUrl.parse(name) if name and is_url(name) else None
 
 

@@ -160,10 +160,8 @@ def build_components(
 def open_tasks(
     config: Config, tokenizer: Tokenizer | None, patterns: Sequence[str] | None = None, field: str = "eval_tasks"
 ) -> tuple[Task, ...]:
-    """The evaluation tasks of a run, or those that `patterns`, given by `field`, name instead.
-
-    Raises ValueError for a file that breaks its rule, and where the data has no tokenizer.
-    """
+    """The evaluation tasks of a run, or those that `patterns`, given by `field`, name instead. Raises ValueError for a
+    file that breaks its rule, and where the data has no tokenizer."""
     named = config.eval_tasks if patterns is None else patterns
     if not named:
         return ()

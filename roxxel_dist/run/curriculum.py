@@ -104,10 +104,8 @@ def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
 
 
 def open_data_sets(config: Config, field: SetField, data: Roxxel) -> dict[str, Roxxel]:
-    """The data sets in `datasets` or `validation`, without "self", which is `data`.
-
-    Raises ValueError if a path has no data set, or one made with another tokenizer than `data`.
-    """
+    """The data sets in `datasets` or `validation`, without "self", which is `data`. Raises ValueError if a path has no
+    data set, or one made with another tokenizer than `data`."""
     remote = config.part(RemoteConfig)
     paths = shard_paths(config, field)
     sets = {name: Roxxel(path, dtype=config.data_dtype, remote=remote) for name, path in paths.items()}

@@ -277,10 +277,8 @@ class Experiment:
             self.config.datasets = {**(self.config.datasets or {}), "self": absolute(data_path)}
 
     def _was_finished(self, run: Path, past: Past, is_other_data: bool) -> bool:
-        """Whether the run was finished and has nothing new to do, and print that. Its data may be gone by now.
-
-        Raises UserError if the run is finished and the requested changes would have no effect.
-        """
+        """Whether the run was finished and has nothing new to do, and print that. Its data may be gone by now. Raises
+        UserError if the run is finished and the requested changes would have no effect."""
         cursor, changed = read_cursor(run), changed_from(past.saved, self.config)
         step, end = int(cursor.get("step", 0)), self.config.max_steps
         is_longer = "max_steps" in changed and (end is None or end > step)

@@ -109,10 +109,8 @@ class Past:
 
 
 def check_no_program(run: Path, saved: Mapping[str, Any], *, new: bool) -> None:
-    """Raises UserError for a run that a program's `Trainer` of parts trains: that program alone has its parts.
-
-    `saved` is its config, empty where its model is none of ours; `new` says that another run begins at a checkpoint.
-    """
+    """Raises UserError for a run that a program's `Trainer` of parts trains: that program alone has its parts. `saved`
+    is its config, empty where its model is none of ours; `new` says that another run begins at a checkpoint."""
     program = RunMetadata.from_config(saved).program
     if program is None and not is_of_program(run):
         return

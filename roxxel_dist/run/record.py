@@ -58,10 +58,8 @@ FIXED_FIELDS = (
 
 
 def summarize(params: dict[str, jax.Array], opt_state: Any, frozen: dict[str, jax.Array]) -> dict[str, Any]:
-    """Parameters of a model in all, trained and by part, memory of weights and optimizer in MB (10^6 bytes), dtype.
-
-    An array that is sharded over devices or processes counts once, with its whole size.
-    """
+    """Parameters of a model in all, trained and by part, memory of weights and optimizer in MB (10^6 bytes), dtype. An
+    array that is sharded over devices or processes counts once, with its whole size."""
     weights = frozen | params
     leaves = list(weights.values())
     dtypes = sorted({str(leaf.dtype) for leaf in leaves})
@@ -283,9 +281,7 @@ def forked_from(
 
 def record_parts(parts: Parts, state: TrainView) -> None:
     """Write config, tokenizer and sizes into the run directory, where the model is the built-in one. All ranks call it.
-
-    Not of a run in a bucket: it was made from a Config, and has its record already.
-    """
+    Not of a run in a bucket: it was made from a Config, and has its record already."""
     model = state.model
     if type(model) is Transformer and parts.bucket is None:
         run_on_primary("config of the run", lambda: _write(parts, model, state))

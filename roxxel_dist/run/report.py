@@ -83,10 +83,7 @@ def scalar_names(losses: Mapping[str, float]) -> list[str]:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs in some folders.
-
-    Raises ValueError if one of them is not a run; the message suggests the closest run.
-    """
+    """The runs in some folders. Raises ValueError if one of them is not a run; the message suggests the closest run."""
     given = list(dict.fromkeys(map(Path, paths)))
     folders = [local_run(path) for path in given]
     for path, folder in zip(given, folders, strict=True):
@@ -101,10 +98,8 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The fields in which the configs of some runs differ: a value for each run, `UNKNOWN` if it has no such field.
-
-    A run of a bare `Trainer` that has no config is not compared.
-    """
+    """The fields in which the configs of some runs differ: a value for each run, `UNKNOWN` if it has no such field. A
+    run of a bare `Trainer` that has no config is not compared."""
     known = [run for run in runs if run.fields]
     names = dict.fromkeys(name for run in known for name in run.fields)
     values = {name: [run.fields.get(name, UNKNOWN) for run in runs] for name in names}
@@ -171,12 +166,8 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def draw_losses(runs: Sequence[Run], picture: Path) -> None:
-    """Loss over tokens: a colour for each run, points for validation, a dotted line at the start of a phase.
-
-    A cross at the lower edge is a loss that is not finite.
-
-    Raises ImportError if matplotlib is not installed.
-    """
+    """Loss over tokens: a colour for each run, points for validation, a dotted line at the start of a phase. A cross at
+    the lower edge is a loss that is not finite. Raises ImportError if matplotlib is not installed."""
     with figure(picture, inches=(9, 5)) as axes:
         for number, run in enumerate(runs):
             colour = f"C{number % 10}"

@@ -111,20 +111,16 @@ class Config(_Copied):
         return f"Config({', '.join(f'{name}={value!r}' for name, value in values if value != DEFAULTS[name])})"
 
     def with_defaults(self, values: Mapping[str, Any]) -> Self:
-        """The same settings, and the same fields given, with `values` instead of the defaults of the other fields.
-
-        Of `values` with a wsd, another lr_schedule that is given does not take decay_steps.
-        """
+        """The same settings, and the same fields given, with `values` instead of the defaults of the other fields. Of
+        `values` with a wsd, another lr_schedule that is given does not take decay_steps."""
         defaults = {name: value for name, value in values.items() if name in FIELD_TYPES and name not in self.given}
         if "lr_schedule" in self.given and self.lr_schedule != "wsd":
             defaults.pop("decay_steps", None)
         return dataclasses.replace(self, defaults={**self.defaults, **defaults}, **defaults)
 
     def with_absolute_paths(self) -> Self:
-        """The same settings with absolute paths, so that a run may be resumed from another folder.
-
-        Raises ValueError: a path that must be local is in a bucket.
-        """
+        """The same settings with absolute paths, so that a run may be resumed from another folder. Raises ValueError: a
+        path that must be local is in a bucket."""
 
         def absolute(name: str, path: Any) -> Any:
             if not names_objects(path):
@@ -263,11 +259,8 @@ def yaml_problem(error: Exception) -> str:
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises UserError for no such file, no YAML, no mapping, a key that is given twice, or a config with the record of
-    another format.
-    """
+    """The mapping in a YAML file. Raises UserError for no such file, no YAML, no mapping, a key that is given twice, or
+    a config with the record of another format."""
     values = read_yaml(path)[0]
     if values is None:
         return {}
@@ -280,10 +273,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 def read_yaml(path: str | Path, *, unique: bool = True, exponents: bool = False) -> tuple[Any, Any]:
     """(the value, the tree of nodes with their lines) of a YAML file; `unique` and `exponents` are those of
-    `parse_nodes`.
-
-    Raises UserError as `parse_nodes`, or where the file cannot be read.
-    """
+    `parse_nodes`. Raises UserError as `parse_nodes`, or where the file cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -39,10 +39,8 @@ OF_METADATA, OF_DIGESTS = "metadata:", "digests:"
 
 @contextlib.contextmanager
 def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[CheckpointReader, int]]:
-    """The checkpoints of a run that is only read, and the step meant: the newest where none is named.
-
-    Raises ValueError where there is no such checkpoint; the message begins with `field`, what names it.
-    """
+    """The checkpoints of a run that is only read, and the step meant: the newest where none is named. Raises ValueError
+    where there is no such checkpoint; the message begins with `field`, what names it."""
     bucket = bucket_run(ref.run)
     folder, remote = (ref.run, None) if bucket is None else (bucket.folder, bucket.checkpoints)
     store = CheckpointReader(folder / CHECKPOINTS, remote=remote)
@@ -162,9 +160,7 @@ def load_base_params(base: BaseModelRef, like: Leaves, state: Leaves) -> Leaves:
 
 def base_of(run: Path, metadata: CheckpointMetadata) -> BaseModelRef | None:
     """The base of a run's adapters, where the config of that run says that it is now; None of a run without adapters.
-
-    Raises ValueError where the adapters stand on what a function of the user's makes.
-    """
+    Raises ValueError where the adapters stand on what a function of the user's makes."""
     if metadata.adapter_scales is None:
         return None
     if metadata.base is None:

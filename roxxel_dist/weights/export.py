@@ -333,9 +333,7 @@ def _write(
 
 def _write_checkpoint(checkpoint: Path, state: Any, saved: MetaFile) -> None:
     """Write a whole checkpoint of arrays on this process's devices, random keys as integers, without other ranks.
-
-    Raises OSError.
-    """
+    Raises OSError."""
     checkpoint = checkpoint.absolute()  # Orbax writes no others
     temporary = checkpoint.with_name(f"{checkpoint.name}{files.TEMPORARY}-1")
     make_folder(checkpoint.parent)

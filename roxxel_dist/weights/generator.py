@@ -325,9 +325,7 @@ def pieces(tokenizer: Tokenizer, ids: Iterable[int], prompt: str = "", prompt_id
 
 def _without_prompt(whole: str, prompt: str, base: str) -> str:
     """A text that begins with `base`, what the tokenizer makes of the prompt's ids, from the end of the prompt on.
-
-    Where `base` lacks spaces that end the prompt, and the text has them, they count as the prompt's.
-    """
+    Where `base` lacks spaces that end the prompt, and the text has them, they count as the prompt's."""
     is_whole = prompt.startswith(base) and whole.startswith(prompt)
     return whole[len(prompt if is_whole else base) :]
 

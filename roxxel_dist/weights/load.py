@@ -235,10 +235,8 @@ def load_transformer(path: str | Path, *, best: bool = True) -> Any:
 
 
 def model_of(weights: Weights, path: str | Path, mesh: Mesh | None = None) -> Any:
-    """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit.
-
-    It is divided over a mesh of several devices as in training; without one it lies on the first device.
-    """
+    """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit. It is
+    divided over a mesh of several devices as in training; without one it lies on the first device."""
     mesh = mesh or first_device()
     traced = trace_module(model_builder(weights.config), mesh)
     parts = traced.split
@@ -300,10 +298,8 @@ def attention_kernel(
     begun_with: AttentionKernel | None = None,
     devices: Sequence[Any] | None = None,
 ) -> AttentionKernel:
-    """The attention kernel of a run with batches of these shapes, on these devices, or on those of all processes.
-
-    auto keeps the kernel `begun_with`. Raises ValueError if the named or kept kernel cannot run here.
-    """
+    """The attention kernel of a run with batches of these shapes, on these devices, or on those of all processes. auto
+    keeps the kernel `begun_with`. Raises ValueError if the named or kept kernel cannot run here."""
     if config.model is not None:
         return config.attention
     keeps = config.attention == "auto" and begun_with is not None
@@ -343,9 +339,7 @@ def slower_attention(
 
 def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[[], nnx.Module]:
     """A function that makes the model of a config whose `vocab_size` is known, with the same weights each time.
-
-    `kernel` is the attention kernel and overrides the config: a model may be used on other devices than in training.
-    """
+    `kernel` is the attention kernel and overrides the config: a model may be used on other devices than in training."""
     rngs = {"params": config.seed, "dropout": config.seed + 1}
     if config.model is None:
         shape = dataclasses.replace(config.part(ModelConfig), attention=kernel)

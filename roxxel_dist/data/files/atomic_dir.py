@@ -68,10 +68,8 @@ def writing(folder: Path, *, nested: bool = False, wait_s: float = 0.0) -> Itera
 
 @contextmanager
 def staging_folder(folder: Path, name: str) -> Iterator[Path]:
-    """An empty hidden folder in `folder` (created if missing) to write in; it is always removed afterwards.
-
-    Raises ValueError: `folder` cannot be created or written to, or another process is writing `name` in it.
-    """
+    """An empty hidden folder in `folder` (created if missing) to write in; it is always removed afterwards. Raises
+    ValueError: `folder` cannot be created or written to, or another process is writing `name` in it."""
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     staged = folder / f".{name}{SUFFIX}"
     lock: int | None = None
@@ -126,10 +124,8 @@ def publish(staged: Path, replaced: Iterable[str]) -> None:
 
 
 def finish_interrupted(folder: Path) -> None:
-    """Finish the committed write of a dead writer in `folder`; wait for a live writer that is finishing its own.
-
-    Raises ValueError: a write must be finished and this process may not write there, or its writer makes no progress.
-    """
+    """Finish the committed write of a dead writer in `folder`; wait for a live writer that is finishing its own. Raises
+    ValueError: a write must be finished and this process may not write there, or its writer makes no progress."""
     for staged in folder.glob(f".*{SUFFIX}"):
         lock_file = _lock_file(staged)
         deadline = time.monotonic() + FINISH_LIMIT_S

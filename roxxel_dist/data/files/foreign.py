@@ -82,10 +82,8 @@ class ForeignFile:
 
     @cached_property
     def document_ends(self) -> np.ndarray:
-        """The end of each document, exclusive: int64 [documents], in tokens. Computed on first access.
-
-        Raises ValueError: the index of a Megatron pair does not describe its tokens.
-        """
+        """The end of each document, exclusive: int64 [documents], in tokens. Computed on first access. Raises
+        ValueError: the index of a Megatron pair does not describe its tokens."""
         ends = self._read_ends()
         ends.flags.writeable = False
         return ends

@@ -126,10 +126,8 @@ def pack_end(layout: ShardLayout) -> bytes:
 
 
 def parse(path: object, data: bytes | memoryview) -> ShardLayout:
-    """Read and check the header, the metadata and the footer of a whole file in memory (a mapped one: O(1)).
-
-    Raises ValueError: the bytes are not one complete ROXXEL03 file. The message names `path`.
-    """
+    """Read and check the header, the metadata and the footer of a whole file in memory (a mapped one: O(1)). Raises
+    ValueError: the bytes are not one complete ROXXEL03 file. The message names `path`."""
     view = memoryview(data)
     layout = parse_end(path, len(view), view)
     if bytes(view[:HEADER_BYTES]) != npy_header(layout.dtype, layout.metadata.tokens):
@@ -138,10 +136,8 @@ def parse(path: object, data: bytes | memoryview) -> ShardLayout:
 
 
 def parse_end(path: object, size: int, end: bytes | memoryview) -> ShardLayout:
-    """Read and check the metadata and the footer of a file of `size` bytes, from its last ones, `end`.
-
-    Raises ValueError: they are not the end of a ROXXEL03 file of that size. The message names `path`.
-    """
+    """Read and check the metadata and the footer of a file of `size` bytes, from its last ones, `end`. Raises
+    ValueError: they are not the end of a ROXXEL03 file of that size. The message names `path`."""
     if size < HEADER_BYTES + FOOTER.size:
         raise UserError(
             f"{path}: {size} bytes are too few for a .rox file, which has at least {HEADER_BYTES + FOOTER.size}; "

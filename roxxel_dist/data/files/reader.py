@@ -112,9 +112,7 @@ def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndar
 
 class WindowReader(ABC):
     """Finds the range that holds each window of a data set: the base of readers, which copy windows from there.
-
-    `firsts` are the numbers of the ranges' first tokens in the data set, which messages call `name`.
-    """
+    `firsts` are the numbers of the ranges' first tokens in the data set, which messages call `name`."""
 
     def __init__(self, firsts: Sequence[int], lengths: Sequence[int], dtype: np.dtype, name: object) -> None:
         self.dtype: np.dtype = dtype

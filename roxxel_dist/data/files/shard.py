@@ -235,10 +235,7 @@ class WriteOptions:
 
 class ShardWriter:
     """Writes one shard at `path`, document by document, in about a megabyte of memory plus 8 bytes per document and
-    block.
-
-    The file is complete only after `finish`: write under a temporary name that no reader opens.
-    """
+    block. The file is complete only after `finish`: write under a temporary name that no reader opens."""
 
     def __init__(self, path: Path, settings: WriteOptions, *, after: Metadata | None = None) -> None:
         self.path = path

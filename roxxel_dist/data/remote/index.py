@@ -139,9 +139,7 @@ def _read_entry(store: ObjectStore, info: ObjectInfo) -> ShardEntry:
 
 def read_tables(store: ObjectStore, entry: ShardEntry, layout: ShardLayout) -> tuple[np.ndarray, np.ndarray]:
     """The document ends (int64) and the checksums (uint64) of a shard, compared with its footer, and so its header.
-
-    Raises ValueError, naming the object, for damage.
-    """
+    Raises ValueError, naming the object, for damage."""
     where, cure = store.url.join(entry.name), "Copy the object again from its source"
     header = store.read_range(entry.name, 0, HEADER_BYTES, etag=entry.etag)
     if header != npy_header(layout.dtype, layout.metadata.tokens):

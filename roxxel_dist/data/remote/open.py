@@ -62,10 +62,8 @@ def _opened(store: ObjectStore, entries: Sequence[ShardEntry], fetcher: Fetcher)
 def find_shards(
     url: ObjectUrl, timeout_s: float, cache: ChunkCache | None = None
 ) -> tuple[ObjectStore, list[ShardEntry]]:
-    """(the store of their folder, the entries of the shards) for an address.
-
-    Without a `cache` the index is not read.
-    """
+    """(the store of their folder, the entries of the shards) for an address. Without a `cache` the index is not
+    read."""
     is_one = url.key.endswith(".rox") or MAGIC_CHARACTERS.search(url.name) is not None
     if not is_one:
         store = ObjectStore.open(url, timeout_s=timeout_s)
@@ -97,9 +95,7 @@ def _entries(store: ObjectStore, cache: ChunkCache | None, pattern: str | None =
 
 def _read_index(store: ObjectStore, cache: ChunkCache) -> list[ShardEntry]:
     """The index of a data set. It is cached under its ETag once it was checked, for the other processes of the host.
-
-    Raises StoreNotFoundError if there is none, UserError if it was written before all shards were there.
-    """
+    Raises StoreNotFoundError if there is none, UserError if it was written before all shards were there."""
     where, info = store.url.join(INDEX), store.head(INDEX)
     kept = cache.index_file(f"whole {where} {info.etag} {info.size}")
     with suppress(OSError, ValueError):
@@ -132,10 +128,8 @@ def read_beside(shard: RemoteShard, name: str) -> bytes | None:
 
 
 class RemoteReader(WindowReader):
-    """Copies windows out of chunks, which are fetched when they are read or before.
-
-    `first_tokens` are the numbers of the shards' first tokens in the data set, int64 [shards].
-    """
+    """Copies windows out of chunks, which are fetched when they are read or before. `first_tokens` are the numbers of
+    the shards' first tokens in the data set, int64 [shards]."""
 
     def __init__(
         self,

@@ -33,9 +33,7 @@ class Chunk:
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
     """The chunks of a shard, in the order of the file: blocks of tokens, then parts of 64 KiB of its two tables.
-
-    Without an index, which has a digest for each part, a table is one chunk.
-    """
+    Without an index, which has a digest for each part, a table is one chunk."""
 
     layout: ShardLayout
     size: int
@@ -207,10 +205,8 @@ class RemoteShard(Shard):
         return [chunks[place].data.view("<i8") for place in places]
 
     def damaged_blocks(self, blocks: np.ndarray) -> list[int]:
-        """An empty list for some blocks, int64 [N], ascending: chunks are verified when they are fetched.
-
-        Raises DamagedData: a block is damaged in the bucket.
-        """
+        """An empty list for some blocks, int64 [N], ascending: chunks are verified when they are fetched. Raises
+        DamagedData: a block is damaged in the bucket."""
         per_chunk, wanted = self.chunks.size // self.layout.block_size, set(blocks.tolist())
         places = [(self.number, chunk) for chunk in np.unique(blocks // per_chunk).tolist()]
         for (_, number), chunk in self.fetcher.take(places).items():

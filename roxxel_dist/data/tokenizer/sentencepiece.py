@@ -17,10 +17,8 @@ KEY = "sentencepiece"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, with the ids of its library. It is saved whole, inside one JSON file.
-
-    `eos_token` is the piece that ends a document, None for the model's default; `path` is for messages.
-    """
+    """A SentencePiece model, with the ids of its library. It is saved whole, inside one JSON file. `eos_token` is the
+    piece that ends a document, None for the model's default; `path` is for messages."""
 
     def __init__(self, model: bytes, eos_token: str | None, path: object) -> None:
         try:

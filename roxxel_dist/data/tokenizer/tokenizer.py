@@ -92,9 +92,7 @@ class Tokenizer:
     @property
     def is_lossless(self) -> bool:
         """Whether its parts prove that every text comes back from its ids, and that `text_bytes` are those of the text.
-
-        So of own kinds, and of byte-level BPE without a normalizer, as GPT-2's and Llama 3's.
-        """
+        So of own kinds, and of byte-level BPE without a normalizer, as GPT-2's and Llama 3's."""
         if self.kind == "char":
             splitter = self._described["pre_tokenizer"] or {}
             return self._described["normalizer"] is None and splitter.get("pattern") == {"Regex": EVERY_CHARACTER}
@@ -109,10 +107,8 @@ class Tokenizer:
         return not strips and set(_byte_letters()) <= model["vocab"].keys()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without end-of-text.
-
-        Raises ValueError: the text has characters that a `char` tokenizer does not know, or is not valid Unicode.
-        """
+        """The ids of a text, without end-of-text. Raises ValueError: the text has characters that a `char` tokenizer
+        does not know, or is not valid Unicode."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -156,9 +152,7 @@ class Tokenizer:
     @property
     def text_start(self) -> list[int]:
         """The ids that the post-processor of a ready-made tokenizer puts before a text, such as `<s>`; ours have none.
-
-        `encode` leaves them out: they are for the prompt of a model that was trained with them.
-        """
+        `encode` leaves them out: they are for the prompt of a model that was trained with them."""
         if not self._inner.num_special_tokens_to_add(is_pair=False):
             return []
         encoding = self._inner.encode("a")
