@@ -14,7 +14,7 @@ from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.format import Metadata, ShardLayout, chain_of, checksum, end_of_tokens, npy_header, pack_end
+from roxxel_dist.data.files.format import Metadata, ShardLayout, chain_of, checksum, npy_header, offsets, pack_end
 from roxxel_dist.input.stream import Stream
 
 SHARES = {"self": 0.6, "code": 0.3, "books": 0.1}
@@ -107,9 +107,9 @@ def _layout(tokens: int, index: int, before: str) -> ShardLayout:
         tokens=tokens, documents=0, vocab_size=50_257, tokenizer_fingerprint=None, separator=None, index=index,
         first_token=index * tokens, first_document=0, chain="",
     )  # fmt: skip
-    end = end_of_tokens(dtype, tokens)
+    end, sums, meta = offsets(dtype, tokens, 0, 2 * tokens)
     return ShardLayout(
         metadata=replace(metadata, chain=chain_of(before, metadata, dtype, ends_sum, sums_sum)), dtype=dtype,
-        block_size=2 * tokens, ends_offset=end, sums_offset=end, meta_offset=end + 8,
+        block_size=2 * tokens, ends_offset=end, sums_offset=sums, meta_offset=meta,
         ends_checksum=ends_sum, sums_checksum=sums_sum,
     )  # fmt: skip

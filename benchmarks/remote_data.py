@@ -41,8 +41,8 @@ from roxxel_dist.data.files.format import (
     block_count,
     chain_of,
     checksum,
-    end_of_tokens,
     npy_header,
+    offsets,
     pack_end,
 )
 from roxxel_dist.data.remote.config import RemoteConfig
@@ -303,13 +303,11 @@ class LargeCorpus:
         ends = np.arange(1, documents + 1, dtype="<i8") * size
         sums = np.full(block_count(LARGE_TOKENS * 2, block), checksum(bytes(block)), "<u8")
         self.tables = ends.tobytes() + sums.tobytes()
-        self.ends_offset = end_of_tokens(dtype, LARGE_TOKENS)
+        self.ends_offset, sums_at, self.meta_offset = offsets(dtype, LARGE_TOKENS, documents, block)
         self.entries: list[ShardEntry] = []
         self.header = npy_header(dtype, LARGE_TOKENS)
         cuts = tuple(cut_of(ends, LARGE_TOKENS, share) for share in SHARES)
         parts = {"sums": digests(sums.tobytes()), "ends": digests(ends.tobytes()), "firsts": ends[::8192].copy()}
-        sums_at = self.ends_offset + ends.nbytes
-        self.meta_offset = sums_at + sums.nbytes
         sum_of_ends, sum_of_sums, chain = checksum(ends.data), checksum(sums.data), ""
         for index in range(LARGE_SHARDS):
             metadata = Metadata(

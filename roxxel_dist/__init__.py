@@ -52,27 +52,7 @@ if TYPE_CHECKING:
     from roxxel_dist.weights.generator import Generator as Generator
     from roxxel_dist.weights.load import load_run as load_run
 
-__all__ = [
-    "Checkpointer",
-    "Config",
-    "Curriculum",
-    "Experiment",
-    "Generator",
-    "Logger",
-    "Phase",
-    "Plan",
-    "Roxxel",
-    "Trainer",
-    "Transformer",
-    "UserError",
-    "attention",
-    "check_layouts",
-    "initialize",
-    "load_run",
-    "read_run",
-    "read_study",
-    "token_losses",
-]
+__all__ = list(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

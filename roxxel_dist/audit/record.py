@@ -85,18 +85,18 @@ class RunRecord:
         rows = {int(row["step"]): row for row in Tail(folder / METRICS).rows() if row.get("step") is not None}
         bucket = bucket_run(run)
         kept = None if bucket is None else bucket.checkpoints
-        steps = steps_of(folder / CHECKPOINTS) if kept is None else sorted(kept.saved(read_only=True))
+        steps = steps_of(folder / CHECKPOINTS) if kept is None else sorted(kept.list_saved(read_only=True))
         rows = dict(sorted(rows.items()))
         return cls(name=str(run), folder=folder, saved=saved, rows=rows, steps=tuple(steps), remote=kept)
 
     @property
     def begins_after(self) -> int:
         """The number of steps before the run's own first step, in the run that it was forked from."""
-        return (RunMetadata.of_saved(self.saved).forked_from or {}).get("step", 0)
+        return (RunMetadata.from_config(self.saved).forked_from or {}).get("step", 0)
 
     def segments(self) -> list[Segment]:
         """Segments in the order of steps, each up to the start of the next, without what the run went back over."""
-        record = RunMetadata.of_saved(self.saved)
+        record = RunMetadata.from_config(self.saved)
         configs = [{name: value for name, value in self.saved.items() if name != RECORD}]
         for resume in reversed(record.resumes):
             configs.insert(0, configs[0] | resume.get("changed_from", {}))
@@ -127,7 +127,7 @@ class RunRecord:
     def fetched(self, *steps: int) -> Iterator[None]:
         """Within it these checkpoints are local, also for a run in a bucket. Raises ValueError if one is damaged."""
         if self.remote is not None:
-            self.remote.saved(read_only=True)
+            self.remote.list_saved(read_only=True)
             for step in steps:
                 if problems := self.remote.fetch_all(step):
                     raise UserError(f"the checkpoint of step {step} of {self.name} is damaged: {'; '.join(problems)}")
@@ -160,7 +160,7 @@ def compare(one: RunRecord, other: RunRecord) -> Comparison:
     both = [step for step in one.rows if step in other.rows]
     known = [step for step in both if DIGEST in one.rows[step] and DIGEST in other.rows[step]]
     for run in (one, other):
-        if RunMetadata.of_saved(run.saved).merged_from:
+        if RunMetadata.from_config(run.saved).merged_from:
             raise UserError(
                 f"{one.name} and {other.name} cannot be compared: {run.name} is merged from checkpoints, and no step "
                 f"made it; compare losses with `roxxel-dist eval`"
@@ -186,6 +186,6 @@ def _differences(one: RunRecord, other: RunRecord) -> list[str]:
 
 
 def _settings(run: RunRecord) -> dict[str, Any]:
-    record = RunMetadata.of_saved(run.saved)
+    record = RunMetadata.from_config(run.saved)
     config = {name: value for name, value in run.saved.items() if name != RECORD}
     return {**config, "corpus": record.corpus, **(run.segments()[-1].bits)}

@@ -129,7 +129,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
     Raises ValueError, with the differences, if it cannot.
     """
     was = dict(interval.segment.bits)
-    theirs = sum(was.get("devices", {}).values()) or RunMetadata.of_saved(run.saved).devices
+    theirs = sum(was.get("devices", {}).values()) or RunMetadata.from_config(run.saved).devices
     exact = interval.segment.is_exact
     if devices not in (None, theirs) and not exact:
         raise UserError(
@@ -138,7 +138,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
     shards: int = interval.segment.config.get("virtual_shards", 0)
     if devices and exact and devices > shards:
         raise UserError(f"devices is {devices}, and {run.name} has virtual_shards {shards}: use at most {shards}")
-    on_cpu = RunMetadata.of_saved(run.saved).platform in ("", "cpu")
+    on_cpu = RunMetadata.from_config(run.saved).platform in ("", "cpu")
     if on_cpu:
         simulate_devices(devices or theirs)
     if exact or interval.segment.config.get("deterministic"):

@@ -29,7 +29,7 @@ HEADER_BYTES = 1 << 18
 
 
 class ArrayBlock(NamedTuple):
-    """One part of one array, equal on all devices that hold it."""
+    """A part of an array, equal on all devices that hold it."""
 
     leaf: int
     bounds: Bounds
@@ -40,7 +40,7 @@ class ArrayBlock(NamedTuple):
 
 
 class BlockTable:
-    """All blocks of a state, numbered alike on every rank.
+    """The blocks of a state, numbered alike on every rank.
 
     Args:
         state: a tree of arrays, or of their shapes with shardings; no random keys.
@@ -95,7 +95,7 @@ class BlockTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a file says of its blocks, and of the generation that they belong to."""
+    """The header of a file of blocks: their places, and the generation that they belong to."""
 
     generation: str
     """Names the generation; of all files of a job, those with the same name are parts of one."""
@@ -133,18 +133,16 @@ class DamagedFile(UserError):
 
 
 def read_header(path: Path) -> Header | None:
-    """The header of a file; None where it is being written, or was when its writer was killed.
-
-    Raises:
-        DamagedFile: the header does not agree with its digest.
-        OSError: it cannot be read.
-    """
+    """The header of a file; None where it is being written, or was when its writer was killed. Raises DamagedFile: the
+    header does not agree with its digest. OSError: it cannot be read."""
     with path.open("rb") as file:
         data = file.read(PREAMBLE.size)
         if not any(data):
             return None
         try:
             magic, offset, length, text = PREAMBLE.unpack(data)
+            if offset + length > os.fstat(file.fileno()).st_size:  # else there may be no memory to read so much
+                raise DamagedFile("its header")
             file.seek(offset)
             header = file.read(length)
             if magic != MAGIC or digest(header).encode() != text:
@@ -155,12 +153,8 @@ def read_header(path: Path) -> Header | None:
 
 
 def read_blocks(path: Path, header: Header, numbers: Sequence[int] | None = None) -> dict[int, memoryview]:
-    """Read some blocks of a file, or all, each compared with its digest; they are views of the file.
-
-    Raises:
-        DamagedFile: one does not agree.
-        OSError: the file cannot be read.
-    """
+    """Read some blocks of a file, or all, each compared with its digest; they are views of the file. Raises
+    DamagedFile: one does not agree. OSError: the file cannot be read."""
     with path.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     blocks: dict[int, memoryview] = {}
@@ -175,12 +169,8 @@ def read_blocks(path: Path, header: Header, numbers: Sequence[int] | None = None
 class BlockFile:
     """A file of blocks that this process writes, mapped. The memory is taken when it is made, and kept.
 
-    Args:
-        path: made where it is missing or of another size. One of the right size stays as it is.
-        sizes: bytes of each block.
-
-    Raises:
-        OSError: there is no room for it.
+    It is made where it is missing, or has another size than blocks of these `sizes` in bytes take. Raises OSError:
+    there is no room for it.
     """
 
     def __init__(self, path: Path, sizes: Sequence[int]) -> None:
@@ -210,10 +200,8 @@ class BlockFile:
         np.ndarray(array.shape, array.dtype, buffer=self._map, offset=self.offsets[place])[...] = array
 
     def finish(self, header: Header, numbers: Sequence[int]) -> int:
-        """Make the file valid, with the digests of its blocks; returns how many of its bytes are in use.
-
-        Raises OSError if there is no room for the header.
-        """
+        """Make the file valid, with the digests of its blocks; returns how many of its bytes are in use. Raises OSError
+        if there is no room for the header."""
         view = memoryview(self._map)
         places = zip(numbers, self.offsets, self._sizes, strict=True)
         blocks = {n: (offset, size, digest(view[offset : offset + size])) for n, offset, size in places}

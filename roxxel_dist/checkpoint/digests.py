@@ -49,10 +49,8 @@ def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 
 def digest(data: Any) -> str:
-    """The xxh3-128 of a buffer, or of an array's elements in C order, as 32 hexadecimal digits.
-
-    Raises BufferError for any other object.
-    """
+    """The xxh3-128 of a buffer, or of an array's elements in C order, as 32 hexadecimal digits. Raises BufferError for
+    any other object."""
     if isinstance(data, np.ndarray):  # bfloat16 offers no buffer of its own
         data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     return xxhash.xxh3_128_hexdigest(data)
@@ -112,10 +110,7 @@ class FileDigest(NamedTuple):
 
 
 def _hash_file(path: Path, progress: CountBytes | None = None) -> str:
-    """The digest of a file. Raises OSError.
-
-    Read, not mapped: a file that is cut meanwhile would end the process.
-    """
+    """The digest of a file. Raises OSError. Read, not mapped: a file that is cut meanwhile would end the process."""
     state, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -139,10 +134,8 @@ def _without_collections() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class DigestTable:
-    """The contents of a checkpoint, file by file and block by block; of an export, only its files.
-
-    Each rank writes a table of its part, and rank 0 the one of all parts.
-    """
+    """The contents of a checkpoint, file by file and block by block; of an export, only its files. Each rank writes a
+    table of its part, and rank 0 the one of all parts."""
 
     step: int
     files: Mapping[str, FileDigest] = field(default_factory=dict)
@@ -190,18 +183,18 @@ class DigestTable:
         return digest(json.dumps(content).encode())
 
     def all_blocks(self) -> list[tuple[str, BlockDigest]]:
-        """Every block, by the name of its array."""
+        """The blocks of all arrays, each with the name of its array."""
         return [(name, block) for name, blocks in self.blocks.items() for block in blocks]
 
     def check_files(
         self, folder: Path, part: int = 0, parts: int = 1, *, progress: CountBytes | None = None
     ) -> list[str]:
-        """What is wrong with the `part`-th of `parts` shares of the files, all of about one size; raises nothing."""
+        """The problems of the `part`-th of `parts` shares of the files, all of about one size; raises nothing."""
         mine = shares({file: saved.size if saved.digest else 0 for file, saved in self.files.items()}, parts)[part]
         return list(self.wrong_files(folder, mine, progress).values())
 
     def wrong_files(self, folder: Path, names: Iterable[str], progress: CountBytes | None = None) -> dict[str, str]:
-        """What is wrong with some of the files, by name, without those that agree. See `check_files`."""
+        """The problems of some of the files, by name, without those that agree. See `check_files`."""
 
         def check(file: str) -> str:
             saved = self.files[file]
@@ -221,7 +214,7 @@ class DigestTable:
             return {file: problem for file, problem in zip(names, threads.map(check, names), strict=True) if problem}
 
     def check_array(self, name: str, parts: Mapping[Bounds, Callable[[], np.ndarray]]) -> list[str]:
-        """What is wrong with parts of an array, by their bounds, as far as whole blocks lie within them."""
+        """The problems of parts of an array, by their bounds, as far as whole blocks lie within them."""
         blocks, problems = self.blocks.get(name, ()), list[str]()
         whole = parts.keys() & {block.bounds for block in blocks}
         others = dict.fromkeys(bounds for bounds in parts if bounds not in whole)
@@ -260,10 +253,9 @@ def merge(parts: Iterable[DigestTable], **own: Any) -> DigestTable:
     return DigestTable(files=files, blocks=blocks, **own)
 
 
-def problems_text(problems: Sequence[str], limit: int = 3) -> str:
-    """The first problems of many, in a line."""
-    more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
-    return "; ".join([*problems[:limit], *more])
+def problems_text(problems: Sequence[str]) -> str:
+    """The first three problems of many, in a line."""
+    return "; ".join([*problems[:3], *([f"and {len(problems) - 3} more"] if len(problems) > 3 else [])])
 
 
 def seal(data: bytes) -> bytes:
@@ -278,22 +270,20 @@ def is_sealed(data: bytes) -> bool | None:
     return data[-len(SEAL) - LENGTH :] == SEAL + digest(memoryview(data)[:-LENGTH]).encode()
 
 
-def damaged_ones(folder: Path) -> list[str]:
+def list_damaged(folder: Path) -> list[str]:
     """The names of the checkpoints in a folder that were set aside."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(name for name in names if DAMAGED in name and name.partition(DAMAGED)[0].isdecimal())
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Every file in a folder and in those in it."""
+    """The files in a folder and in those in it."""
     return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
 
 
 def read_verified(checkpoint: Path, step: int) -> tuple[MetaFile, DigestTable]:
-    """`meta.json` and the table of a checkpoint, once they agree.
-
-    Raises ValueError where one of them is missing, damaged or of another step, FormatError for another format.
-    """
+    """`meta.json` and the table of a checkpoint, once they agree. Raises ValueError where one of them is missing,
+    damaged or of another step, FormatError for another format."""
     name = META
     try:
         text = (checkpoint / META).read_bytes()

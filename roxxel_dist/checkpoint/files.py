@@ -43,7 +43,7 @@ from roxxel_dist.checkpoint.digests import (
     problems_text,
     read_verified,
 )
-from roxxel_dist.checkpoint.metadata import META, MetaFile, saved_checkpoints
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, MetaFile, saved_checkpoints
 from roxxel_dist.checkpoint.stored_blocks import avoid_leaks
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
@@ -51,8 +51,6 @@ from roxxel_dist.process.durable import make_folder, sync_folder, write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.file_lock import LOCK
 
-CHECKPOINTS = "checkpoints"
-"""The name of the folder of checkpoints in a run directory."""
 PARAMS, REST, AVERAGE = "params/", "rest/", "opt_state/average/"
 """The prefixes of names in a train state."""
 SMALL = 1 << 19
@@ -88,8 +86,8 @@ def open_folder(
     folder: Path,
     *,
     read_only: bool,
-    sweeps: bool = True,
-    in_bucket: Callable[[], dict[int, float | None]] | None = None,
+    sweeps: bool,
+    in_bucket: Callable[[], dict[int, float | None]] | None,
 ) -> dict[int, float | None]:
     """The complete checkpoints and the val_loss of each, as rank 0 sees them; called by all ranks together.
 
@@ -146,9 +144,12 @@ def set_aside(checkpoint: Path) -> Path:
     return aside
 
 
-def sweep(folder: Path) -> None:
-    """Delete the temporary folders of interrupted saves; the caller must hold the lock of `folder`. Raises OSError."""
-    for path in folder.glob(f"*{TEMPORARY}*"):
+def sweep(folder: Path, store: str = "") -> None:
+    """Delete the temporary folders of interrupted saves and deletions; of the saves of one `store` where it is named.
+
+    The caller must hold the lock of `folder`. Raises OSError.
+    """
+    for path in (*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"*{TEMPORARY}-{store}*")):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -163,7 +164,7 @@ def delete(checkpoint: Path) -> None:
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
-    """What writes and reads arrays.
+    """The handler that writes and reads arrays.
 
     Copies on several devices are not cut up for each to write a part: the programs that cut are compiled at the first
     save and run at each (8 copies of 240 MB: 1.6 s, then 0.2 s, instead of 0.13 s and 0.04 s). Nothing is compressed:
@@ -203,8 +204,8 @@ class LocalBlock(NamedTuple):
     data: np.ndarray
 
 
-class Begun(NamedTuple):
-    """What a process writes of a checkpoint."""
+class PendingSave(NamedTuple):
+    """A save that a process has begun: its writes, and the same blocks in memory."""
 
     writes: list[Any]
     """Each has `result()`, which returns when it is written."""
@@ -212,7 +213,7 @@ class Begun(NamedTuple):
     """The same, in memory; it is emptied when they are hashed."""
 
 
-def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> Begun:
+def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> PendingSave:
     """Begin to write the arrays that this process holds; returns when the state may change.
 
     Raises OSError where the disk has no room for them: found while writing, Orbax leaves pages of tracebacks behind.
@@ -223,14 +224,8 @@ def begin(handler: ocp.PyTreeCheckpointHandler, temporary: Path, state: Any) -> 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     writes = asyncio.run(handler.async_save(epath.Path(temporary / STATE), args=ocp.args.PyTreeSave(state))) or []
     # An array keeps the copy that Orbax has made, and which it writes: this is that one, not another.
-    return Begun(writes, list(_blocks(state)))
-
-
-def _blocks(state: Any) -> Iterator[LocalBlock]:
-    for name, leaf in named_leaves(state):
-        for bounds, shard in shards_of(leaf):
-            if shard.replica_id == 0:
-                yield LocalBlock(name, bounds, np.asarray(shard.data))
+    named = ((name, bounds, shard) for name, leaf in named_leaves(state) for bounds, shard in shards_of(leaf))
+    return PendingSave(writes, [LocalBlock(name, at, np.asarray(s.data)) for name, at, s in named if s.replica_id == 0])
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -264,6 +259,12 @@ def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDiges
     (temporary / f"{TABLE}.{rank}").write_text(DigestTable(step=step, files=files, blocks=blocks).to_json())
 
 
+def sync_file(path: Path) -> None:
+    """Bring the contents of a file, whoever wrote it, to the disk. Raises OSError."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def write_table(temporary: Path, step: int, ranks: int, meta: str) -> None:
     """Write the table of a checkpoint whose other files are there: from all ranks' parts and rank 0's own files."""
     parts = [temporary / f"{TABLE}.{rank}" for rank in range(ranks)]
@@ -271,15 +272,16 @@ def write_table(temporary: Path, step: int, ranks: int, meta: str) -> None:
     for path in parts:
         path.unlink()
     added = {str(path.relative_to(temporary)): path for path in files_below(temporary)}
-    added = {name: FileDigest.of_file(path) for name, path in added.items() if name != META and name not in table.files}
+    added = {name: path for name, path in added.items() if name != META and name not in table.files}
+    for path in added.values():  # some are Orbax's, which leaves them to the system: a power failure would empty them
+        sync_file(path)
+    added = {name: FileDigest.of_file(path) for name, path in added.items()}
     replace(table, files={**table.files, **added}).write(temporary / TABLE)
 
 
 def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Path, meta: str, ranks: int) -> None:
-    """Make a complete checkpoint from the files of all `ranks`.
-
-    It is complete from the rename on, with which this ends; the caller brings its name to the disk (`sync_folder`).
-    """
+    """Make a complete checkpoint from the files of all `ranks`. It is complete from the rename on, with which this
+    ends; the caller brings its name to the disk (`sync_folder`)."""
     with _without_patterns(temporary / STATE) as state:  # Orbax writes one database over those of the ranks
         handler.finalize(epath.Path(state))
     if not (temporary / STATE / MERGED).exists():
@@ -312,18 +314,6 @@ def replace_meta(checkpoint: Path, meta: str) -> None:
     replace(table, meta=(new,)).write(checkpoint / TABLE)
 
 
-def check_whole_arrays(
-    arrays: Mapping[str, np.ndarray], table: DigestTable, saved: Mapping[str, list[Any]]
-) -> list[str]:
-    """The same for whole arrays in memory, by their names in the checkpoint."""
-    problems: list[str] = []
-    for name, array in arrays.items():
-        if array.dtype == stored_dtype(saved[name]):
-            whole = tuple((0, size) for size in array.shape)
-            problems += table.check_array(name, {whole: lambda array=array: array})
-    return problems
-
-
 def stored_dtype(shape: Sequence[Any]) -> Any:
     """The type of an array on disk; of random keys, the integers that they are."""
     return jnp.dtype(jnp.uint32) if "key<" in shape[-1] else jnp.dtype(shape[-1])
@@ -338,14 +328,8 @@ def restore_state(handler: ocp.PyTreeCheckpointHandler, checkpoint: Path, like: 
 
 
 def select_prefix(prefix: str, shapes: Mapping[str, _Value]) -> dict[str, _Value]:
-    """What a train state's `shapes` have of `PARAMS` or `REST`, by name."""
+    """The part of a train state's `shapes` below the prefix `PARAMS` or `REST`, by name."""
     return {name.removeprefix(prefix): value for name, value in shapes.items() if name.startswith(prefix)}
-
-
-def parameter_shapes(shapes: Mapping[str, list[Any]]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of the parameters among a train state's, by name."""
-    mine = select_prefix(PARAMS, shapes)
-    return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind)) for name, (*shape, kind) in mine.items()}
 
 
 def evaluated_prefix(shapes: Mapping[str, Any]) -> str:
@@ -371,7 +355,12 @@ def read_model(
     """
     kind = evaluated_prefix(saved.shapes)
     arrays = read_named(checkpoint, {name for name in saved.shapes if name.startswith((kind, REST))})
-    if problems := check_whole_arrays(arrays, table, saved.shapes):
+    problems: list[str] = []
+    for name, array in arrays.items():
+        if array.dtype == stored_dtype(saved.shapes[name]):
+            whole = tuple((0, size) for size in array.shape)
+            problems += table.check_array(name, {whole: lambda array=array: array})
+    if problems:
         raise UserError(problems_text(problems))
     return select_prefix(kind, arrays), select_prefix(REST, arrays)
 
@@ -405,15 +394,13 @@ def cause(error: BaseException) -> str:
 
 
 def shapes(tree: Any) -> dict[str, list[Any]]:
-    """Every leaf's shape, and its type behind that, by its name."""
+    """The shape of each leaf, and its type behind that, by its name."""
     return {name: [*leaf.shape, str(leaf.dtype)] for name, leaf in named_leaves(tree)}
 
 
 def difference(saved: Mapping[str, list[Any]], wanted: Mapping[str, list[Any]], *, whole: bool) -> str:
-    """The first thing in which a checkpoint differs from what shall be restored, or nothing.
-
-    Parameters alone, where it is not `whole`, may be restored in another type than they were trained in.
-    """
+    """The first thing in which a checkpoint differs from what shall be restored, or nothing. Parameters alone, where it
+    is not `whole`, may be restored in another type than they were trained in."""
     for name, shape in wanted.items():
         if name not in saved:
             return f"it has no {name}"

@@ -58,7 +58,7 @@ class Inventory:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """What `to_text` has written."""
+        """Read what `to_text` has written."""
         values = json.loads(zlib.decompress(base64.b85decode(text)))
         for entry in values["generations"]:
             steps = entry["numbers"], entry["header"]["needs"]
@@ -84,7 +84,7 @@ class Generation:
 
     @property
     def source_text(self) -> str:
-        """Where the copy comes from, for the log."""
+        """The origin of the copy, for the log."""
         return "the copy in shared memory" + (", partly from the copy on another host" if self._fetched else "")
 
     def restore(self, like: Any) -> Any:
@@ -103,14 +103,10 @@ def run_identity(run: object, mesh: Any, settings: Sequence[Any]) -> str:
 
 
 class Generations:
-    """What the hosts of a job have in memory when it begins. Made by all ranks together.
+    """The generations that the hosts of a job have in memory when it begins. Made by all ranks together.
 
-    Args:
-        folder: of this host.
-        hosts: by rank, the number of its host.
-        run: see `run_identity`.
-        address: where other hosts can fetch blocks of this one; None where they cannot.
-        log: for a line about each damaged file, on rank 0.
+    `hosts` has the number of the host of each rank, `run` is a `run_identity`, and `address` where other hosts can
+    fetch blocks of this one. Rank 0 logs a line about each damaged file.
     """
 
     def __init__(
@@ -133,7 +129,7 @@ class Generations:
         return self._known[rank]
 
     def address_of(self, rank: int) -> tuple[str, int] | None:
-        """Where a rank takes and gives copies."""
+        """The address where a rank takes and gives copies."""
         address = self._of(rank).address
         return address and (address[0], address[1])
 
@@ -276,7 +272,7 @@ class CopyDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How a rank's part of a generation, or of the preparations, went."""
+    """The report of a rank on its part of a generation, or of the preparations."""
 
     problem: str = ""
     neighbour: str = ""
@@ -286,12 +282,7 @@ class Report:
 
 
 class Schedule:
-    """The generations of one process's training, as rank 0 counts them.
-
-    Args:
-        every: steps between two; None: as many as `SHARE` asks for.
-        log: takes lines for people.
-    """
+    """The generations of one process's training, as rank 0 counts them: `every` so many steps, None for `SHARE`."""
 
     def __init__(self, every: int | None, log: Callable[[str], None]) -> None:
         self._every, self._log = every, log
@@ -322,12 +313,7 @@ class Schedule:
 
     def decide(self, step: int, done: int, reports: Sequence[Report]) -> CopyDecision | None:
         """Whether to take a generation at `step`, when `done` steps are done; None: neither that, nor an end of it.
-
-        Args:
-            step: that is decided about.
-            done: steps that are done now.
-            reports: of all ranks, on what they ended since the last decision; empty where that was nothing.
-        """
+        `reports` are those of all ranks, on what they ended since the last decision; empty where that was nothing."""
         if reports:
             self._off = self._take_in(reports)
         if self._off:

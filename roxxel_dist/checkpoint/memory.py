@@ -113,11 +113,11 @@ class MemoryTier:
 
     @property
     def next_step(self) -> int | None:
-        """On rank 0: the step that the next decision is about; None where there is none."""
+        """The step, on rank 0, that the next decision is about; None where there is none."""
         return None if self._off else self.schedule.next_step
 
     def decide(self, step: int, done: int) -> CopyDecision | None:
-        """On rank 0: what all ranks do after `step`, when `done` steps are done; None: nothing."""
+        """Decide, on rank 0, what all ranks do after `step`, when `done` steps are done; None: nothing."""
         if self._off or step < self.schedule.next_step:
             return None
         self.schedule.start_clock(done)
@@ -137,21 +137,16 @@ class MemoryTier:
         return self._decision.generation != ""
 
     def clock(self) -> float:
-        """Seconds by which the loop's part of a generation is measured.
-
-        If the devices are CPUs, the CPU time of this thread: while it waits for a core, other threads use it.
-        """
+        """Seconds by which the loop's part of a generation is measured. If the devices are CPUs, the CPU time of this
+        thread: while it waits for a core, other threads use it."""
         return time.thread_time() if self._on_cpu else time.perf_counter()
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], pending: int | None, idle_since: float) -> None:
         """Take the generation that was accepted; returns when the state may change, and be donated.
 
-        Args:
-            step: steps done; their rows are on disk, and their losses were looked at.
-            state: the train state.
-            metadata: `CheckpointMetadata.to_dict` of it.
-            pending: the step whose checkpoint is on its way to the disk, if it must not be missing there.
-            idle_since: when, by `clock`, the devices began to have nothing to do for it.
+        The rows of `step` steps are on disk, and their losses were looked at; `metadata` is a `CheckpointMetadata` as a
+        dict. `pending` is the step whose checkpoint is on its way to the disk, if it must not be missing there. The
+        devices have had nothing to do for it since `idle_since`, by `clock`.
         """
         assert self._decision is not None
         slot, name = self._decision.slot, self._decision.generation
@@ -167,20 +162,13 @@ class MemoryTier:
             file.write(place, np.asarray(array))
         seconds = self.clock() - idle_since
         header = Header(
-            generation=name,
-            step=step,
-            run=self._run,
-            table=self._table.identity,
-            total=len(self._table.blocks),
-            pending=pending,
-            metadata=metadata,
-            rank=self._rank,
-            needs=self._needs,
-        )
+            generation=name, step=step, run=self._run, table=self._table.identity, total=len(self._table.blocks),
+            pending=pending, metadata=metadata, rank=self._rank, needs=self._needs,
+        )  # fmt: skip
         self._submit(partial(self._finish, file, slot, header, seconds))
 
     def settle(self) -> None:
-        """Until this rank has ended what it began in the background."""
+        """Wait until this rank has ended what it began in the background."""
         if self._job is not None:
             wait([self._job])
 
@@ -305,8 +293,8 @@ class MemoryTier:
         """Make this rank's part valid, and give it to the neighbour."""
         if is_primary() and len(set(self._hosts)) > 1:  # another host may resume from it if this one is lost
             for log in self._logs:
-                with contextlib.suppress(OSError), log.open("rb") as rows:
-                    os.fsync(rows.fileno())
+                with contextlib.suppress(OSError):
+                    files.sync_file(log)
         size = file.finish(header, self._numbers)
         return Report(seconds=seconds, neighbour=self._send(file, slot, size))
 
@@ -344,12 +332,8 @@ def open_memory(
 ) -> MemoryTier | None:
     """The memory tier of a job, if its launcher keeps a folder for it on every host. All ranks call it together.
 
-    Args:
-        run: see `run_identity`.
-        every: `LoopOptions.memory_checkpoint_every`.
-        replicas: `LoopOptions.memory_replicas`.
-        log: takes lines for people.
-        rows: the files of the run's rows, which no copy may be ahead of.
+    `run` is a `run_identity`; `every` and `replicas` are `memory_checkpoint_every` and `memory_replicas` of
+    `LoopOptions`. No copy may be ahead of the run's `rows`, which are files.
     """
     folder, place = Path(os.environ.get(MEMORY_ENV) or "."), ""
     if every == 0 or folder in IN_USE or (process_count() > 1 and "ROXXEL_COORDINATOR" not in os.environ):

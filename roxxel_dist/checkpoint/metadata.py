@@ -1,4 +1,4 @@
-"""What a checkpoint says beside its arrays, and how people and runs name one. Standard library alone.
+"""The metadata of a checkpoint, and how people and runs name one. Standard library alone.
 
 `training_cursor.json`: how far a run is, for people and for programs that read no checkpoint.
 """
@@ -120,7 +120,7 @@ class CheckpointRange(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | Path) -> "CheckpointRange | None":
-        """None of any other text, such as RUN@STEP."""
+        """The range that a text names; None of any other text, such as RUN@STEP."""
         run, mark, steps = str(text).rpartition("@")
         return cls(Path(run), steps) if mark and run and re.fullmatch(r"\d+(:\d+|(,\d+)+)", steps) else None
 
@@ -187,7 +187,7 @@ class EarlyStopping:
     rows: str = ""
     """The rows on which it was measured, in words; empty if not known."""
 
-    def after(self, val_loss: float) -> "EarlyStopping":
+    def observe(self, val_loss: float) -> "EarlyStopping":
         """The state with the loss of one more validation."""
         best = not isnan(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
         after = self.patient(0 if best else self.evals_since_best + 1)
@@ -223,11 +223,9 @@ class BaseModelRef:
         """The run and the step."""
         return CheckpointRef(self.run, self.step or None)
 
-    def at(self, init_from: str | None) -> "BaseModelRef":
-        """The base where it is now, if the config of the run of adapters says `init_from`.
-
-        Another text than before names its new place, as the same one does where the base is no longer at its old one.
-        """
+    def resolve(self, init_from: str | None) -> "BaseModelRef":
+        """The base where it is now, if the config of the run of adapters says `init_from`. Another text than before
+        names its new place, as the same one does where the base is no longer at its old one."""
         same = init_from is None or absolute(init_from) == absolute(self.init_from)
         if init_from is None or (same and self.run.exists()):
             return self
@@ -237,12 +235,8 @@ class BaseModelRef:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            "run": absolute(self.run),
-            "step": self.step,
-            "asked": self.init_from,
-            "fingerprint": self.fingerprint,
-        }
+        run, asked = absolute(self.run), self.init_from
+        return {"run": run, "step": self.step, "asked": asked, "fingerprint": self.fingerprint}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "BaseModelRef":
@@ -252,7 +246,7 @@ class BaseModelRef:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """What a checkpoint of a run says beside its arrays."""
+    """The contents of a checkpoint of a run beside its arrays."""
 
     corpus: str = ""
     """The fingerprints of the data sets, with + between."""
@@ -306,7 +300,7 @@ def write_cursor(run: Path, step: int, last_step: int, *, finished: bool) -> Non
 
 
 def read_cursor(run: Path) -> dict[str, Any]:
-    """What was written last; empty where there is nothing that can be read."""
+    """The cursor that was written last; empty where there is nothing that can be read."""
     try:
         cursor = json.loads((run / CURSOR).read_text())
     except (OSError, ValueError):

@@ -20,7 +20,7 @@ from roxxel_dist.checkpoint.digests import (
     DigestTable,
     bounds_of,
     containment,
-    damaged_ones,
+    list_damaged,
     problems_text,
     read_verified,
     shares,
@@ -88,11 +88,11 @@ class CheckpointReader:
         self._saved = self._open_folder()
 
     def _open_folder(self, *, writes: bool = False, sweeps: bool = False) -> dict[int, float | None]:
-        in_bucket = None if self._remote is None else partial(self._remote.saved, read_only=not writes)
+        in_bucket = None if self._remote is None else partial(self._remote.list_saved, read_only=not writes)
         return files.open_folder(self.folder, read_only=not writes, sweeps=sweeps, in_bucket=in_bucket)
 
     def settle(self, limit_s: float | None = None) -> None:
-        """Until nothing is being saved; a reader saves nothing."""
+        """Wait until nothing is being saved; a reader saves nothing."""
         del limit_s
 
     def steps(self) -> list[int]:
@@ -104,10 +104,8 @@ class CheckpointReader:
         return max(self._saved, default=None)
 
     def latest_of_all(self) -> int | None:
-        """The newest checkpoint as rank 0 knows it, on every rank; all ask together.
-
-        A rank that could not hear how a save ended, as its agreement timed out, knows an older list.
-        """
+        """The newest checkpoint as rank 0 knows it, on every rank; all ask together. A rank that could not hear how a
+        save ended, as its agreement timed out, knows an older list."""
         self.settle()
         known = json.loads(broadcast_from_primary(self._name, json.dumps(list(self._saved.items()))))
         self._saved = {int(step): val_loss for step, val_loss in known}
@@ -128,10 +126,8 @@ class CheckpointReader:
         self._quiet.close()
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The `meta` that a checkpoint was saved with.
-
-        Raises ValueError where there is none of that step, and DamagedCheckpoint where it is damaged.
-        """
+        """The `meta` that a checkpoint was saved with. Raises ValueError where there is none of that step, and
+        DamagedCheckpoint where it is damaged."""
         return dict(self._read(step)[0].meta)
 
     def metadata(self, step: int) -> CheckpointMetadata:
@@ -150,9 +146,7 @@ class CheckpointReader:
 
     def restore_model(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
         """Restore some of a `TrainState`'s fields by name, such as "params" and "rest", placed as `like`; no moments.
-
-        Raises what `restore` does.
-        """
+        Raises what `restore` does."""
         return self._restore(step, like, whole=False)
 
     def restore_evaluated(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
@@ -178,9 +172,7 @@ class CheckpointReader:
 
     def fetch_model(self, step: int) -> None:
         """Bring what `files.read_model` reads of a checkpoint in a bucket into the folder, for one process alone.
-
-        Raises ValueError where it is damaged, and StoreError.
-        """
+        Raises ValueError where it is damaged, and StoreError."""
         if self._remote is not None and (problems := self._remote.fetch_model(step)):
             raise UserError(problems_text(problems))
 
@@ -190,7 +182,8 @@ class CheckpointReader:
 
     def param_shapes(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and types of a checkpoint's parameters by name. It raises what `meta` does."""
-        return files.parameter_shapes(self._read(step)[0].shapes)
+        saved = files.select_prefix(files.PARAMS, self._read(step)[0].shapes)
+        return {name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for name, (*shape, kind) in saved.items()}
 
     def rest_shapes(self, step: int) -> dict[str, list[Any]]:
         """The same of what a checkpoint has beside parameters and moments, as `files.shapes` gives them."""
@@ -202,9 +195,7 @@ class CheckpointReader:
 
     def check(self, step: int) -> None:
         """Compare `meta.json`, the files and all arrays of a checkpoint with their digests, and keep none of them.
-
-        Raises DamagedCheckpoint where one does not agree.
-        """
+        Raises DamagedCheckpoint where one does not agree."""
         table = self._read(step)[1]
         mine = _share_of(table.all_blocks())
         if self._remote is not None:
@@ -217,7 +208,7 @@ class CheckpointReader:
 
     def check_not_all_damaged(self) -> None:
         """Raises ValueError where there are no checkpoints but damaged ones: a run never begins again beside them."""
-        names = [] if not is_primary() else self._remote.damaged() if self._remote else damaged_ones(self.folder)
+        names = [] if not is_primary() else self._remote.list_damaged() if self._remote else list_damaged(self.folder)
         names = json.loads(broadcast_from_primary(self._name, json.dumps(names)))
         if names and not self._saved:
             raise UserError(self._nothing_whole(names))
@@ -265,7 +256,8 @@ class CheckpointReader:
     def _agree(self, step: int, problems: list[str]) -> None:
         """Raises DamagedCheckpoint, on all ranks, where one of them has found something wrong."""
         heard = [text for text in gather_to_primary(self._name, problems_text(problems), CHECK_LIMIT_S) if text]
-        why, deleted = problems_text(list(dict.fromkeys(heard))), bool(heard) and not self._exists(step)
+        exists = (self.folder / str(step)).exists if self._remote is None else partial(self._remote.exists, step)
+        why, deleted = problems_text(list(dict.fromkeys(heard))), bool(heard) and not exists()
         why, deleted = json.loads(broadcast_from_primary(self._name, json.dumps([why, deleted]), CHECK_LIMIT_S))
         if not why:
             return
@@ -273,9 +265,6 @@ class CheckpointReader:
         if deleted:  # its run goes on, and keeps the newest ones
             raise UserError(f"the checkpoint of step {step} in {self.folder} was deleted while it was read")
         raise DamagedCheckpoint(self.folder, step, why, self._hint(step))
-
-    def _exists(self, step: int) -> bool:
-        return (self.folder / str(step)).exists() if self._remote is None else self._remote.exists(step)
 
     def _hint(self, step: int) -> str:
         """What to name instead of a damaged checkpoint: for a reader of another run's, an older one."""
@@ -335,9 +324,7 @@ def _blocks_off_devices(like: Any, table: DigestTable, saved: Mapping[str, list[
 
 def _check_arrays(state: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[str]:
     """What is wrong with the arrays that this process has read: blocks that lie on one device as they did are compared.
-
-    `saved` are the shapes and types that they were saved with: one that was converted cannot be compared.
-    """
+    `saved` are the shapes and types that they were saved with: one that was converted cannot be compared."""
     problems: list[str] = []
     for name, leaf in files.named_leaves(files.keys_to_data(state)):
         if name not in saved or leaf.dtype != files.stored_dtype(saved[name]):

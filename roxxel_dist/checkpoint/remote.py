@@ -59,11 +59,8 @@ IsRead = Callable[[str, BlockDigest], bool]
 class RemoteCheckpoints:
     """The checkpoints below the prefix of a run, beside the local folder that has what this process needs of them.
 
-    Args:
-        store: the prefix of the run.
-        folder: the local folder of checkpoints.
-        before_table: called on rank 0 before a checkpoint counts; the rows of its steps are in the bucket then.
-        check_run: called at every step; raises what keeps the run from its bucket.
+    `before_table` is called on rank 0 before a checkpoint counts: the rows of its steps are in the bucket then;
+    `check_run` at every step: it raises what keeps the run from its bucket.
     """
 
     def __init__(
@@ -71,19 +68,17 @@ class RemoteCheckpoints:
         store: ObjectStore,
         folder: Path,
         *,
-        before_table: Callable[[], None] = lambda: None,
-        check_run: Callable[[], None] = lambda: None,
+        before_table: Callable[[], None],
+        check_run: Callable[[], None],
     ) -> None:
         self._store, self._folder, self._before_table = store, folder, before_table
         self.check_run: Callable[[], None] = check_run
         self._hollow: list[str] = []
         """Files of other hosts that rank 0 has without the arrays in them, while it joins the parts of a save."""
 
-    def saved(self, *, read_only: bool) -> dict[int, float | None]:
-        """The step and val_loss of each checkpoint that counts, whose `meta.json` and tables are here then.
-
-        Unless `read_only`, what a save that was cut off has left in the bucket is deleted. For one process alone.
-        """
+    def list_saved(self, *, read_only: bool) -> dict[int, float | None]:
+        """The step and val_loss of each checkpoint that counts, whose `meta.json` and tables are here then. Unless
+        `read_only`, what a save that was cut off has left in the bucket is deleted. For one process alone."""
         objects = self._by_step()
         whole = sorted(step for step, names in objects.items() if TABLE in names)
         if not read_only:
@@ -101,7 +96,7 @@ class RemoteCheckpoints:
             return False
         return True
 
-    def damaged(self) -> list[str]:
+    def list_damaged(self) -> list[str]:
         """The names of the checkpoints that were set aside."""
         return [f"{step}{DAMAGED}" for step, names in self._by_step().items() if TABLE + DAMAGED in names]
 
@@ -121,7 +116,7 @@ class RemoteCheckpoints:
             self._store.upload(temporary / f"{TABLE}.{rank}", _key(step, f"{TABLE}.{rank}"))
 
     def gather_parts(self, temporary: Path, step: int, ranks: int) -> None:
-        """On rank 0, fetch what it needs of the other ranks' parts to join them: tables and indices, no arrays."""
+        """Fetch, on rank 0, what it needs of the other ranks' parts to join them: tables and indices, no arrays."""
         with ThreadPoolExecutor(FETCHES) as threads:
             hollow = threads.map(partial(self._gather_part, temporary, step), range(1, ranks))
             self._hollow = [name for names in hollow for name in names]
@@ -141,7 +136,7 @@ class RemoteCheckpoints:
         return [name for name in away if not part.files[name].digest]
 
     def commit(self, step: int, ranks: int) -> None:
-        """On rank 0, send what is left of a checkpoint that is complete in the local folder; its table last."""
+        """Send, on rank 0, what is left of a checkpoint that is complete in the local folder; its table last."""
         checkpoint = self._folder / str(step)
         for name in self._hollow:
             (checkpoint / name).unlink()
@@ -153,7 +148,7 @@ class RemoteCheckpoints:
         self._store.upload(checkpoint / TABLE, _key(step, TABLE))
 
     def keep_part(self, temporary: Path, step: int, rank: int, kept: Collection[int] | None) -> None:
-        """On the other ranks, after a save: let the own part take its place in the local folder, or take it away where
+        """Let the part of another rank than 0 take its place in the local folder after a save, or take it away where
         the save has failed (`kept` is None); and delete what is no longer kept."""
         own = temporary / files.STATE / f"{PROCESS}{rank}"
         with contextlib.suppress(OSError):
@@ -331,13 +326,10 @@ def is_read(like: Any) -> IsRead:
 
     def reads(name: str, block: BlockDigest) -> bool:
         parts = there.get(name, [])
-        return parts is None or any(_overlap(block.bounds, part) for part in parts)
+        pairs = (zip(block.bounds, part, strict=True) for part in parts or ())
+        return parts is None or any(all(a < d and c < b for (a, b), (c, d) in pair) for pair in pairs)
 
     return reads
-
-
-def _overlap(one: Bounds, other: Bounds) -> bool:
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def _key(step: int, name: str) -> str:

@@ -44,10 +44,8 @@ def read_key(folder: Path) -> bytes:
 
 
 def address_towards(coordinator: str) -> str:
-    """The address of this host on the way to jax's coordinator (HOST:PORT), which is the cluster's interface.
-
-    Raises OSError where there is no way.
-    """
+    """The address of this host on the way to jax's coordinator (HOST:PORT), which is the cluster's interface. Raises
+    OSError where there is no way."""
     host, _, port = coordinator.rpartition(":")
     family, kind, *_, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -91,7 +89,7 @@ class Channel:
             raise WrongKey("it does not know the key of this job")
 
     def send(self, data: Any) -> None:
-        """One frame: bytes, or anything that JSON can say."""
+        """Send a frame: bytes, or anything that JSON can say."""
         payload = memoryview(data if isinstance(data, bytes | memoryview) else json.dumps(data).encode())
         head = FRAME.pack(len(payload))
         self._socket.sendall(head + self._mac(self._out, self._sent, head, payload))
@@ -104,7 +102,7 @@ class Channel:
             self.send(data[begin : begin + FRAME_BYTES])
 
     def receive(self) -> bytearray:
-        """One frame."""
+        """Receive a frame."""
         head = bytes(self._bytes(FRAME.size))
         mac, (length,) = self._bytes(MAC), FRAME.unpack(head)
         if length > FRAME_BYTES:
@@ -116,11 +114,11 @@ class Channel:
         return payload
 
     def receive_json(self) -> Any:
-        """One frame that says something."""
+        """Receive a frame of JSON."""
         return json.loads(self.receive())
 
     def receive_all(self, size: int) -> bytearray:
-        """What `send_all` sent, `size` bytes."""
+        """Receive what `send_all` sent, `size` bytes."""
         data = bytearray()
         while len(data) < size:
             data += self.receive()
@@ -180,14 +178,8 @@ def fetch_blocks(
 class CopyServer:
     """Listens at one address of this host, for neighbours that bring their blocks and hosts that need them.
 
-    Args:
-        folder: where the files are.
-        address: of the cluster's interface; the port is any.
-        key: of the job.
-        log: for a line about a refused host.
-
-    Raises:
-        OSError: nothing can listen there.
+    The files are in `folder`, the address is of the cluster's interface, the port is any, and `key` is that of the job.
+    A line about a refused host is logged. Raises OSError: nothing can listen there.
     """
 
     def __init__(self, folder: Path, address: str, key: bytes, log: Callable[[str], None]) -> None:
@@ -281,5 +273,5 @@ class CopyServer:
 
 
 def block_files(folder: Path) -> list[Path]:
-    """All files of blocks in a folder, this host's own and copies, in an order that all of its ranks see."""
+    """The files of blocks in a folder, this host's own and copies, in an order that all of its ranks see."""
     return sorted(path for path in folder.iterdir() if path.name.partition("-")[0] in ("0", "1"))

@@ -8,6 +8,7 @@ Decision 16.
 import contextlib
 import json
 import os
+import secrets
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
@@ -42,7 +43,7 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveResult:
-    """How a save ended."""
+    """The end of a save."""
 
     step: int
     problem: str = ""
@@ -81,7 +82,7 @@ class _Save:
     val_loss: float | None
     meta: str
     temporary: Path
-    begun: Future[files.Begun]
+    begun: Future[files.PendingSave]
 
 
 class CheckpointStore(CheckpointReader):
@@ -147,17 +148,13 @@ class CheckpointStore(CheckpointReader):
         """Hold the lock of the folder, made if it is missing, until `close`, and look again what it has.
 
         The lock of a run directory is that of the checkpoints in it too. All ranks call it together, rank 0 holds the
-        lock. Of a store that writes already it changes nothing.
-
-        Args:
-            nested: whether another store of this process may write there too.
-
-        Raises:
-            UserError: another process writes there; the message names it. Or the folder cannot be written.
+        lock. Of a store that writes already it changes nothing. If it is `nested`, another store of this process may
+        write there too. Raises UserError: another process writes there; the message names it. Or the folder cannot be
+        written.
         """
         if self._writes:
             return
-        problem, sweeps = "", True
+        problem, sweeps, self._token = "", True, secrets.token_hex(4)
         if is_primary():
             held = files.lock_folder(self.folder)
             # A temporary folder may be of another store of this process, which saves now.
@@ -167,7 +164,8 @@ class CheckpointStore(CheckpointReader):
                 self._release = weakref.finalize(self, release)  # also for a store that is never closed
             except UserError as error:
                 problem = str(error)
-        problem, sweeps = json.loads(broadcast_from_primary(self._name, json.dumps([problem, sweeps])))
+        decided = json.dumps([problem, sweeps, self._token])
+        problem, sweeps, self._token = json.loads(broadcast_from_primary(self._name, decided))
         if problem:
             raise UserError(problem)
         try:
@@ -209,8 +207,8 @@ class CheckpointStore(CheckpointReader):
         val_loss = comparable_loss(val_loss)
         text = MetaFile(files.shapes(state), meta, val_loss).to_json()
         self._count += 1
-        # A name of its own: what a failed attempt still writes, late, cannot get into the next one.
-        temporary = self.folder / f"{step}{files.TEMPORARY}-{self._count}"
+        # A name of its own: what a failed save, or a rank of an earlier job, still writes cannot get into this one.
+        temporary = self.folder / f"{step}{files.TEMPORARY}-{self._token}-{self._count}"
         state = files.keys_to_data(state)
         # In the thread: Orbax wants an event loop, and the caller's thread may run one, as in a notebook.
         begun = self._thread.submit(self._begin, temporary, state)
@@ -219,7 +217,7 @@ class CheckpointStore(CheckpointReader):
         self.unreported += 1
         begun.exception()
 
-    def _begin(self, temporary: Path, state: Any) -> files.Begun:
+    def _begin(self, temporary: Path, state: Any) -> files.PendingSave:
         if self._remote is not None:  # the folder is a copy, which a cleaner may have deleted
             make_folder(self.folder)
         return files.begin(self._handler, temporary, state)
@@ -256,7 +254,7 @@ class CheckpointStore(CheckpointReader):
             ending = _Ending(problem) if problem.text else self._prune(save)
             # Now: the others begin the next save when they have read what follows. The next save sweeps again.
             with contextlib.suppress(OSError):
-                files.sweep(self.folder)
+                files.sweep(self.folder, self._token)  # another store of this process may be saving there
         problem, left, warning = json.loads(broadcast_from_primary(self._name, json.dumps(ending), SAVE_LIMIT_S))
         ending = _Ending(_Problem(*problem), tuple(left), warning)
         if self._remote is not None and not is_primary():
@@ -324,7 +322,7 @@ class CheckpointStore(CheckpointReader):
         return self._ended.popleft()
 
     def settle(self, limit_s: float | None = None) -> None:
-        """Until the save that was begun is over, well or not; or for so many seconds."""
+        """Wait until the save that was begun is over, well or not; or for so many seconds."""
         if self._pending is None:
             return
         save, finished = self._pending
@@ -352,7 +350,7 @@ class CheckpointStore(CheckpointReader):
             raise StoreTimeoutError(text)
 
     def wait(self) -> None:
-        """Until the last save is complete. Raises SaveError where it failed, now or earlier."""
+        """Wait until the last save is complete. Raises SaveError where it failed, now or earlier."""
         self.settle()
         if self._problem:
             raise SaveError(self._problem)
@@ -377,9 +375,7 @@ class CheckpointStore(CheckpointReader):
 
     def delete_later(self, step: int, meta: dict[str, Any]) -> None:
         """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
-
-        Raises ValueError where there is none of that step, it is damaged, or the folder cannot be written.
-        """
+        Raises ValueError where there is none of that step, it is damaged, or the folder cannot be written."""
         self.settle()
         (saved, _), problem = self._read(step), ""
         if is_primary():

@@ -26,16 +26,16 @@ from roxxel_dist.checkpoint.digests import (
     Bounds,
     CountBytes,
     DigestTable,
-    damaged_ones,
     digest,
     files_below,
     is_sealed,
+    list_damaged,
     read_verified,
 )
 
 
 def check_checkpoint(checkpoint: Path, step: int, progress: CountBytes | None = None) -> list[str]:
-    """What is wrong with a checkpoint: its files, and the arrays in them."""
+    """The problems of a checkpoint: its files, and the arrays in them."""
     try:
         _, table = read_verified(checkpoint, step)
     except ValueError as error:
@@ -48,7 +48,7 @@ def check_checkpoint(checkpoint: Path, step: int, progress: CountBytes | None = 
 def wrong_blocks(
     checkpoint: Path, blocks: Iterable[tuple[str, BlockDigest]], progress: CountBytes | None = None
 ) -> dict[tuple[str, BlockDigest], str]:
-    """What is wrong with blocks of arrays, given by name, without those that agree; each is read from the files."""
+    """The problems of blocks of arrays, given by name, without those that agree; each is read from the files."""
 
     opened = functools.cache(partial(_open, checkpoint / STATE))  # an array has many blocks
 
@@ -96,12 +96,8 @@ class ByteRange(NamedTuple):
 
 
 class Index:
-    """Where the values of a database lie. Small ones are in its nodes.
-
-    Args:
-        state: the folder of the database, of which the manifest must be there.
-        fetch: called with the place of each node before it is read.
-    """
+    """The places of the values of a database. Small ones are in its nodes. The manifest of its folder `state` must be
+    there; `fetch` is called with the place of each node before it is read."""
 
     def __init__(self, state: Path, fetch: Callable[[ByteRange], None]) -> None:
         self._places: dict[str, ByteRange] = {}
@@ -137,7 +133,7 @@ METRICS_OF_STORES = "/tensorstore/kvstore/"
 
 @cache
 def avoid_leaks() -> None:
-    """From now on, tensorstore answers this process without JSON what Orbax asks in every save.
+    """Let tensorstore answer this process, from now on, without JSON what Orbax asks in every save.
 
     The specification of a plain folder is made from its path. The metrics of stores are empty, for all who ask.
     A tensorstore that has these functions no more is left as it is.
@@ -185,31 +181,37 @@ class Verdict:
 
 
 def verify_checkpoints(folder: Path, steps: list[int], progress: CountBytes) -> Iterator[Verdict]:
-    """Verdicts on each step: its files and the arrays in them."""
+    """Verdicts on each step: its files and the arrays in them. One that its run deletes meanwhile has none."""
     for step in steps:
         checkpoint = folder / str(step)
         problems = check_checkpoint(checkpoint, step, progress)
+        if problems and not checkpoint.exists():
+            continue
         yield _verdict(f"step {step}", "damaged" if problems else "complete", problems, checkpoint)
 
 
 def set_aside(folder: Path) -> Iterator[Verdict]:
     """The checkpoints in a folder that were set aside."""
-    for name in damaged_ones(folder):
+    for name in list_damaged(folder):
         yield _verdict(name, "renamed", [], folder / name)
 
 
 def size_of(paths: list[Path]) -> int:
     """The bytes of some files, and of those in some folders."""
-    return sum(size for path in paths for _, size in _sizes(path))
+    return sum(size for path in paths for size in _sizes(path))
 
 
-def _sizes(path: Path) -> list[tuple[Path, int]]:
-    paths = files_below(path) if path.is_dir() else [path]
-    return [(file, file.stat().st_size) for file in paths if file.is_file()]
+def _sizes(path: Path) -> list[int]:
+    """The bytes of a file, or of those in a folder, from which others may be deleted meanwhile."""
+    sizes: list[int] = []
+    for file in files_below(path) if path.is_dir() else [path]:
+        with suppress(FileNotFoundError):
+            sizes.append(file.stat().st_size)
+    return sizes
 
 
 def _verdict(name: str, state: Any, problems: list[str], path: Path) -> Verdict:
-    sizes = [size for _, size in _sizes(path)]
+    sizes = _sizes(path)
     return Verdict(name=name, state=state, problems=tuple(problems), files=len(sizes), bytes=sum(sizes))
 
 

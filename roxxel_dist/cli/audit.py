@@ -85,14 +85,14 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
     with usage_errors(), tempfile.TemporaryDirectory(prefix="verify-", dir=cache_folder()) as scratch:
         run = BucketRun(ref.run, scratch, read_only=True)
         folder, kept = run.folder / "checkpoints", run.checkpoints
-        steps = sorted(kept.saved(read_only=True))
-        if not steps and not kept.damaged():
+        steps = sorted(kept.list_saved(read_only=True))
+        if not steps and not kept.list_damaged():
             return _verify_shards(args)
         for step in _chosen_steps(ref, steps, run):
             kept.fetch_all(step)  # the errors are found again, and reported
             verdicts += _show(checks.verify_checkpoints(folder, [step], lambda _: None), args)
             shutil.rmtree(folder / str(step), ignore_errors=True)
-        names = kept.damaged() if ref.step is None else ()
+        names = kept.list_damaged() if ref.step is None else ()
         verdicts += _show((checks.Verdict(name=name, state="renamed") for name in names), args)
     return _report(verdicts, args)
 

@@ -73,7 +73,7 @@ def doctor(words: list[str]) -> int:
 
     with usage_errors():
         if args.forget is not None:
-            gone = devices.forget_failures_of_user(args.forget.split(","))
+            gone = forget_failures_of_user(args.forget.split(","))
             print(f"forgotten: {', '.join(dict.fromkeys(gone)) or 'no host, for none of them has failed'}")
             return 0
         needs = requirements(args, tuple(command))

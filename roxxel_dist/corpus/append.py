@@ -11,22 +11,21 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.corpus.documents import TEXT_FILES
-from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents
-from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs
+from roxxel_dist.corpus.encode import encode_inputs
+from roxxel_dist.corpus.inputs import SHARD_NAME, SPLITS, BuildInputs, PathLike, check_settings, find_inputs
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.atomic_dir import publish, staging, writing
-from roxxel_dist.data.files.discovery import BUILD_FILE, NoShardsError, names_objects
+from roxxel_dist.data.files.atomic_dir import publish, staging_folder, writing
+from roxxel_dist.data.files.discovery import BUILD_FILE, NoShardsError, build_record, names_objects
 from roxxel_dist.data.files.shard import Shard
 from roxxel_dist.data.files.slices import TokenFile, fingerprints
 from roxxel_dist.data.files.writer import write_shards
-from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
+from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE
 from roxxel_dist.data.verify import find_damage
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.display import ProgressBars
 
-SHARD_NAME = "shard_{:05d}.rox".format
 APPENDED = "appended"
 """The key in build.json of the inputs of each append, in order."""
 
@@ -76,26 +75,20 @@ def append(
             if corpus is not None and tokenizer is None:
                 raise UserError(f"{out} has no {TOKENIZER_FILE}: it was made of tokens, so append tokens, not text")
         inputs = BuildInputs(
-            corpus=corpus,
-            tokens=tokens,
-            tokenizer=tokenizer,
-            kind="none",
-            vocab_size=None,
-            eos=True,
-            val_fraction=0,
-            text_key=text_key,
-            max_shard_bytes=limit,
+            corpus=corpus, tokens=tokens, tokenizer=tokenizer, text_key=text_key, max_shard_bytes=limit
         )
         added = {name: value for name, value in json.loads(inputs.record()).items() if name != "settings"}["inputs"]
         if added in record.get(APPENDED, []):
             log.line(f"{out} already has these inputs: nothing to do")
             return Roxxel(out)
-        with staging(out, "build") as staged:
+        with staging_folder(out, "build") as staged:
             separator = last.metadata.separator
-            options = inputs.options(tokenizer if corpus is not None else None, separator).continue_from(last)
-            tally = Tally()
+            options = inputs.options(tokenizer if corpus is not None else None, separator).continue_from(
+                last.metadata, last.dtype, last.path
+            )
+            tally, path, processes = Tally(), out / TOKENIZER_FILE, workers or len(os.sched_getaffinity(0))
             separated = separator is not None
-            items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log, tally, separated=separated)
+            items = encode_inputs(inputs, "", 0, tokenizer, path, processes, log, tally, separated=separated)
             if not write_shards(staged, SHARD_NAME, items, options, after=last.metadata):
                 raise UserError("nothing to append: every document is empty")
             shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
@@ -134,39 +127,17 @@ def _folder(out: PathLike) -> Path:
 
 
 def _record(out: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads((out / BUILD_FILE).read_bytes())
-        if "max_shard_bytes" in record["settings"]:
+    with suppress(OSError, TypeError):
+        record = build_record((out / BUILD_FILE).read_bytes())
+        if record and "max_shard_bytes" in record["settings"]:
             return record
     raise UserError(
         f"{out} has no {BUILD_FILE} of `data build`: append to it with Roxxel(PATH).write(TOKENS, append=True)"
     )
 
 
-def _items(
-    inputs: BuildInputs,
-    tokenizer: Tokenizer | None,
-    path: Path,
-    workers: int | None,
-    log: ProgressBars,
-    tally: Tally,
-    *,
-    separated: bool,
-) -> Iterator[Any]:
-    """The documents of the inputs as arrays of ids."""
-    if inputs.corpus is None:
-        with log.bar("copying", inputs.size) as advance:
-            yield from inputs.arrays("", 0, advance)
-        return
-    assert tokenizer is not None
-    processes = 0 if inputs.size < PARALLEL_BYTES else workers or len(os.sched_getaffinity(0))
-    with log.bar(f"encoding with {tokenizer.vocab_size} ids", inputs.size) as advance:
-        texts = inputs.texts("", tally=tally)
-        yield from encode_documents(texts, tokenizer, path, processes, advance, tally, separated=separated)
-
-
 def count_repeated(there: Sequence[TokenFile], new: Sequence[TokenFile]) -> int:
-    """How many documents of the `new` shards have the tokens of a document in the shards that are `there`.
+    """The number of documents of the `new` shards have the tokens of a document in the shards that are `there`.
 
     Only documents that are as long as a new one are read and hashed (xxh3-128), so most of a data set with long
     documents is not; at most all tokens are read once.

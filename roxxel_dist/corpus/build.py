@@ -5,19 +5,28 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from roxxel_dist.corpus.documents import TEXT_FILES, pieces
-from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents, train_on
-from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs, load_tokenizer
+from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_inputs, train_on
+from roxxel_dist.corpus.inputs import (
+    SHARD_NAME,
+    SPLITS,
+    BuildInputs,
+    PathLike,
+    check_settings,
+    find_inputs,
+    load_tokenizer,
+)
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.corpus.to_bucket import BucketOut
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.atomic_dir import publish, staging, writing
+from roxxel_dist.data.files.atomic_dir import publish, staging_folder, writing
 from roxxel_dist.data.files.discovery import BUILD_FILE, check_local, names_objects
 from roxxel_dist.data.files.format import Metadata
 from roxxel_dist.data.files.shard import Shard
@@ -32,7 +41,6 @@ from roxxel_dist.utils.voice import argument
 
 MAX_SHARD_BYTES = 256 << 20
 PARTS = ".build.parts"
-SHARD_NAME = "shard_{:05d}.rox".format
 
 
 def build(
@@ -98,30 +106,29 @@ def build(
     log, bucket = ProgressBars(progress), BucketOut.open(out, remote or RemoteConfig()) if names_objects(out) else None
     out = Path(out) if bucket is None else bucket.folder
     sources = check_settings(
-        paths,
-        out,
-        workers=workers,
-        max_shard_bytes=max_shard_bytes,
-        val_fraction=val_fraction,
-        vocab_size=vocab_size,
+        paths, out, workers=workers, max_shard_bytes=max_shard_bytes, val_fraction=val_fraction, vocab_size=vocab_size,
         trains=str(tokenizer) if str(tokenizer) in get_args(Kind) else None,
-    )
+    )  # fmt: skip
     if bucket is None and not any((out / split / BUILD_FILE).exists() for split in ("", *SPLITS)):
         with writing(out):  # before the inputs are read
             _check_place(out)
     ready = load_tokenizer(tokenizer, vocab_size, eos_token)
-    tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
     inputs = BuildInputs(
-        corpus=corpus,
-        tokens=tokens,
-        tokenizer=ready,
-        kind=str(tokenizer) if corpus else "none",
-        vocab_size=vocab_size,
-        eos=eos,
-        val_fraction=val_fraction,
-        text_key=text_key,
-        max_shard_bytes=max_shard_bytes,
-    )
+        tokenizer=ready, kind=str(tokenizer), vocab_size=vocab_size, eos=eos, val_fraction=val_fraction,
+        text_key=text_key, max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
+
+    def judge(sizes: Sequence[int]) -> None:
+        """Refuse a place that holds another data set, as far as that is known before the texts are read."""
+        records = {split: (bucket.record(split) if bucket else _record(out / split)) for split in inputs.splits}
+        kept = {split for split, record in records.items() if inputs.may_have_made(record, sizes)}
+        if bucket is None:
+            _replaced(out, kept, overwrite)
+        elif not overwrite and not (bucket.is_whole and len(kept) == len(records)):
+            bucket.check_free()
+
+    tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log, judge)
+    inputs = replace(inputs, corpus=corpus, tokens=tokens, kind=inputs.kind if corpus else "none")
     workers = workers or len(os.sched_getaffinity(0))
     if bucket is None:
         _build(inputs, out, workers, overwrite, log)
@@ -131,7 +138,7 @@ def build(
         return bucket.open_split(inputs.splits[0])
     if not overwrite:
         bucket.check_free()
-    with bucket.sending(log) as finished:
+    with bucket.send_build(log) as finished:
         _build(inputs, out, workers, True, log, finished)
     return bucket.open_split(inputs.splits[0])
 
@@ -167,18 +174,8 @@ def _build_held(
     if not missing:
         log.line(f"{out} already holds this data set: nothing to do")
         return
-    replaced = {
-        split: _files_of(out / split) for split in ("", *SPLITS) if split in missing or split not in inputs.splits
-    }
-    if "" in replaced:
-        _check_place(out)
-    names = [f"{split}/{name}".lstrip("/") for split in replaced for name in replaced[split]]
-    if names and not overwrite:
-        raise UserError(
-            f"{out} holds another data set ({', '.join(names[:3])}); choose another folder, or replace "
-            f"it with {argument('overwrite')}"
-        )
-    with staging(out, "build") as staged:
+    replaced = _replaced(out, {*inputs.splits} - {*missing}, overwrite)
+    with staging_folder(out, "build") as staged:
         parts = out / PARTS
         try:
             with interrupt.cleanup(lambda: shutil.rmtree(parts, ignore_errors=True)):
@@ -188,7 +185,7 @@ def _build_held(
                     # The lock of a split is held already, unless the build makes its folder.
                     with (
                         writing(out / split, nested=True),
-                        staging(out / split, "build") if split else nullcontext(staged) as target,
+                        staging_folder(out / split, "build") if split else nullcontext(staged) as target,
                     ):
                         if split in missing:
                             _move(parts, split, target, inputs)
@@ -205,10 +202,8 @@ def _make(
     log: ProgressBars,
     finished: Callable[[str, Path], None],
 ) -> None:
-    """Fill a folder with the tokenizer and the shards, continuing from the last shard of a killed build.
-
-    `finished` is called with the split and the path of each complete shard.
-    """
+    """Fill a folder with the tokenizer and the shards, continuing from the last shard of a killed build. `finished` is
+    called with the split and the path of each complete shard."""
     record, path = inputs.record(), parts / TOKENIZER_FILE
     if not (parts / BUILD_FILE).is_file() or (parts / BUILD_FILE).read_bytes() != record:
         shutil.rmtree(parts, ignore_errors=True)
@@ -222,22 +217,13 @@ def _make(
         last = _finished(parts / split)
         if last is not None:
             log.line(f"continuing after {last.index + 1} finished shards of an interrupted build")
-        skipped, name = last.first_document + last.documents if last else 0, f" for {split}" if split else ""
+        skipped = last.first_document + last.documents if last else 0
+        items = encode_inputs(inputs, split, skipped, tokenizer, path, workers, log, tally, separated=inputs.eos)
         if tokenizer is not None and inputs.corpus is not None:
-            with log.bar(f"encoding{name} with {tokenizer.vocab_size} ids", inputs.size) as advance:
-                texts = inputs.texts(split, skipped, tally)
-                items = encode_documents(texts, tokenizer, path, workers, advance, tally, separated=inputs.eos)
-                options = inputs.options(tokenizer, tokenizer.eos_id if inputs.eos else None)
-                written = write_shards(
-                    parts / split, SHARD_NAME, items, options, after=last, finished=partial(finished, split)
-                )
+            options = inputs.options(tokenizer, tokenizer.eos_id if inputs.eos else None)
         else:
-            with log.bar(f"copying{name}", inputs.size) as advance:
-                items = inputs.arrays(split, skipped, advance)
-                options = inputs.options(tokenizer, inputs.source.shards[0].metadata.separator)
-                written = write_shards(
-                    parts / split, SHARD_NAME, items, options, after=last, finished=partial(finished, split)
-                )
+            options = inputs.options(tokenizer, inputs.source.shards[0].metadata.separator)
+        written = write_shards(parts / split, SHARD_NAME, items, options, after=last, finished=partial(finished, split))
         if not written and last is None:
             if split:
                 share = argument("val_fraction", inputs.val_fraction)
@@ -317,6 +303,29 @@ def _files_of(folder: Path) -> list[str]:
     return sorted(shards + [name for name in beside if (folder / name).exists()])
 
 
+def _replaced(out: Path, kept: Set[str], overwrite: bool) -> dict[str, list[str]]:
+    """The files of data sets in a folder, by split, that a build replaces: all but those of the splits that are `kept`.
+    Raises UserError where there are some and it may not `overwrite` them."""
+    replaced = {split: _files_of(out / split) for split in ("", *SPLITS) if split not in kept}
+    if "" in replaced:
+        _check_place(out)
+    names = [f"{split}/{name}".lstrip("/") for split in replaced for name in replaced[split]]
+    if names and not overwrite:
+        raise UserError(
+            f"{out} holds another data set ({', '.join(names[:3])}); choose another folder, or replace "
+            f"it with {argument('overwrite')}"
+        )
+    return replaced
+
+
+def _record(folder: Path) -> bytes:
+    """The `build.json` of a data set; empty where there is none."""
+    try:
+        return (folder / BUILD_FILE).read_bytes()
+    except OSError:
+        return b""
+
+
 def _check_place(out: Path) -> None:
     """Raises UserError for a folder with files that a build would replace and none has made."""
     for name in _files_of(out) if not any(out.glob("*.rox")) else []:
@@ -326,7 +335,7 @@ def _check_place(out: Path) -> None:
 def _is_built(folder: Path, inputs: BuildInputs) -> bool:
     """Whether the data set in a folder comes from the same build, by its `build.json`, and is unchanged."""
     try:
-        record = json.loads((folder / BUILD_FILE).read_bytes())
+        record = json.loads(_record(folder))
         with Roxxel(folder) as dataset:
             same = record == json.loads(inputs.record(fingerprint=dataset.fingerprint))
             return same and (inputs.corpus is None or dataset.tokenizer is not None)

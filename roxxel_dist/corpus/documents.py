@@ -42,7 +42,7 @@ Documents = Iterator[tuple[str, int]]
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file: a document, or many of them."""
+    """A file: a document, or many of them."""
 
     path: Path
     name: str
@@ -71,7 +71,7 @@ class TextFile:
 
 
 def how_to_convert(path: Path) -> str | None:
-    """How to make a file with the byte order mark of another coding into UTF-8, with "; "; None for other files."""
+    """The way to make a file with the byte order mark of another coding UTF-8, with "; "; None for other files."""
     with path.open("rb") as file:
         head = file.read(4)
     marks = {BOM_UTF32_LE: "UTF-32", BOM_UTF32_BE: "UTF-32", BOM_UTF16_LE: "UTF-16", BOM_UTF16_BE: "UTF-16"}
@@ -80,7 +80,7 @@ def how_to_convert(path: Path) -> str | None:
 
 
 def kind_of(name: str) -> str:
-    """How a file with this name is read: jsonl, parquet, arrow, or text."""
+    """The format that a file with this name is read in: jsonl, parquet, arrow, or text."""
     name = name.lower()
     return next((kind for ending, kind in (KINDS | {".arrow": "arrow"}).items() if name.endswith(ending)), "text")
 

@@ -1,4 +1,4 @@
-"""From texts to token ids, in order, on several processes.
+"""Encodes texts as token ids, in order, on several processes.
 
 A worker process (this module as a program) encodes with one thread. That costs less CPU time than `encode_batch` on the
 threads of the `tokenizers` library (`benchmarks/data_build.py`), and ids become arrays in parallel too. Its messages
@@ -17,18 +17,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 
 from roxxel_dist.corpus.documents import pieces
-from roxxel_dist.corpus.tally import Encoded, Tally, changes
+from roxxel_dist.corpus.tally import EncodedText, Tally, changes
 from roxxel_dist.data.files.format import smallest_dtype
 from roxxel_dist.data.files.writer import TextDocument
 from roxxel_dist.data.tokenizer.tokenizer import Kind, Tokenizer, train_tokenizer
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.utils.display import ProgressBars
+
+if TYPE_CHECKING:  # a worker does without
+    from roxxel_dist.corpus.inputs import BuildInputs
 
 BATCH_CHARACTERS = 1 << 20
 PARALLEL_BYTES = 8 << 20
@@ -36,6 +40,32 @@ PARALLEL_BYTES = 8 << 20
 END_LIMIT_S = 10.0
 Batch = list[tuple[str, bool, int]]
 """(a document or a piece of one, whether the document ends with it, the bytes read for it)."""
+
+
+def encode_inputs(
+    inputs: "BuildInputs",
+    split: str,
+    skipped: int,
+    tokenizer: Tokenizer | None,
+    path: Path,
+    workers: int,
+    log: ProgressBars,
+    tally: Tally,
+    *,
+    separated: bool,
+) -> Iterator[np.ndarray | TextDocument]:
+    """The documents of a split without the first `skipped`, with a bar: texts as `encode_documents` has them, tokens as
+    they are."""
+    name = f" for {split}" if split else ""
+    if inputs.corpus is None:
+        with log.bar(f"copying{name}", inputs.size) as advance:
+            yield from inputs.arrays(split, skipped, advance)
+        return
+    assert tokenizer is not None
+    processes = 0 if inputs.size < PARALLEL_BYTES else workers
+    with log.bar(f"encoding{name} with {tokenizer.vocab_size} ids", inputs.size) as advance:
+        texts = inputs.texts(split, skipped, tally)
+        yield from encode_documents(texts, tokenizer, path, processes, advance, tally, separated=separated)
 
 
 def encode_documents(
@@ -103,13 +133,15 @@ def _batches(documents: Iterable[tuple[str, int]], *, whole: bool) -> Iterator[B
         yield batch
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoded]:
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[EncodedText]:
     dtype, ids = smallest_dtype(tokenizer.vocab_size), tokenizer.encode_batch(texts)
     found = changes(tokenizer, texts, ids)
     return [one._replace(ids=np.array(each, dtype).tobytes()) for one, each in zip(found, ids, strict=True)]
 
 
-def _encode_here(batches: Iterator[Batch], tokenizer: Tokenizer) -> Generator[tuple[Batch, list[Encoded]], None, None]:
+def _encode_here(
+    batches: Iterator[Batch], tokenizer: Tokenizer
+) -> Generator[tuple[Batch, list[EncodedText]], None, None]:
     for batch in batches:
         with _one_thread():  # around each batch: between batches the caller may do anything
             encoded = _encode(tokenizer, [text for text, _, _ in batch])
@@ -118,7 +150,7 @@ def _encode_here(batches: Iterator[Batch], tokenizer: Tokenizer) -> Generator[tu
 
 def _encode_in_workers(
     batches: Iterator[Batch], path: Path, workers: int
-) -> Generator[tuple[Batch, list[Encoded]], None, None]:
+) -> Generator[tuple[Batch, list[EncodedText]], None, None]:
     with ExitStack() as stack:
         idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         for _ in range(workers):
@@ -126,9 +158,9 @@ def _encode_in_workers(
         # One thread a worker, so that no pipe fills up while its other end waits.
         threads = stack.enter_context(ThreadPoolExecutor(workers))
         stack.callback(threads.shutdown, cancel_futures=True)
-        running: deque[Future[tuple[Batch, list[Encoded]]]] = deque()
+        running: deque[Future[tuple[Batch, list[EncodedText]]]] = deque()
 
-        def encode(batch: Batch) -> tuple[Batch, list[Encoded]]:
+        def encode(batch: Batch) -> tuple[Batch, list[EncodedText]]:
             worker = idle.get()
             try:
                 return batch, _answer(worker, [text for text, _, _ in batch])
@@ -201,10 +233,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def main(words: list[str]) -> None:
-    """A worker: `encode TOKENIZER_FILE` lists of texts, or `train VOCAB_SIZE` on all lists up to an empty one.
-
-    The answers are (result, None), or (None, message of a ValueError), after which it ends.
-    """
+    """A worker: `encode TOKENIZER_FILE` lists of texts, or `train VOCAB_SIZE` on all lists up to an empty one. The
+    answers are (result, None), or (None, message of a ValueError), after which it ends."""
     # Ctrl-C reaches every process of the terminal; the caller ends this one by closing its stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")

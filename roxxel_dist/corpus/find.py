@@ -5,7 +5,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,6 +30,10 @@ AROUND, BROKEN, NO_FILES = "links to a folder around it", "broken links", "that 
 OF_DATA_SETS = "of data sets, which are built alone"
 REASONS = (OTHERS, HIDDEN, INSTALLED, EXCLUDED, OF_DATA_SETS, SECOND_NAMES, FOLDERS_AGAIN, AROUND, BROKEN, NO_FILES)
 """Why a file or a folder is not read, in the order of the message."""
+
+
+Judge = Callable[[Sequence[int]], None]
+"""Called with the sizes of the files of a corpus before they are read."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +62,12 @@ class Corpus:
     def __str__(self) -> str:
         files = "1 text file" if len(self.files) == 1 else f"{len(self.files)} text files"
         left_out = f" (left out: {', '.join(self.left_out)})" if self.left_out else ""
-        tables = (
-            f"; {', '.join(self.tables)} as plain text, not as a table with a column of text" if self.tables else ""
-        )
-        copies = (
-            f"; {len(self.copies)} with the content of another file, read again: {shown_names(self.copies)}"
-            if self.copies
-            else ""
-        )
-        return f"{files}, {size(self.size)}{left_out}{tables}{copies}"
+        line = f"{files}, {size(self.size)}{left_out}"
+        if self.tables:
+            line += f"; {', '.join(self.tables)} as plain text, not as a table with a column of text"
+        if self.copies:
+            line += f"; {len(self.copies)} with the content of another file, read again: {shown_names(self.copies)}"
+        return line
 
 
 @dataclass
@@ -90,10 +91,8 @@ class _Found:
             self.names[real] = name
 
     def walk(self, root: Path) -> None:
-        """The files below a folder: those of each folder in the order of their names, and then its folders.
-
-        A link to a folder is followed, unless that folder is read under its name, or has this one in it.
-        """
+        """The files below a folder: those of each folder in the order of their names, and then its folders. A link to a
+        folder is followed, unless that folder is read under its name, or has this one in it."""
         top = os.path.realpath(root)
         # Folders that are read without any link: a link to one of them, whatever its name, comes after it.
         seen = {os.path.realpath(folder) for folder in self._real_folders(root)}
@@ -167,7 +166,7 @@ class _Found:
         return files, folders
 
     def counts(self) -> list[str]:
-        """What is not read, as text."""
+        """The files that are not read, in numbers, as text."""
         found: list[str] = []
         for reason, every in self.passed_by.items():
             paths = [path for path in every if reason == SECOND_NAMES or os.path.realpath(path) not in self.names]
@@ -177,8 +176,14 @@ class _Found:
         return found
 
 
-def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path) -> Corpus:
-    """Find the input files of a build and read them once; see `build`. The folder `out` is skipped."""
+def find_corpus(
+    paths: Sequence[Path],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    out: Path,
+    judge: Judge = lambda sizes: None,
+) -> Corpus:
+    """Find the input files of a build, let `judge` refuse it, and read them once; see `build`. `out` is skipped."""
     found = _Found(include, exclude, os.path.realpath(out))
     for path in paths:
         if not path.exists():
@@ -217,6 +222,7 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
             raise UserError(
                 f"{path}: compressed text is not read: unpack it first (gunzip), or give JSON lines (.jsonl.gz)"
             )
+    judge([os.path.getsize(path) for path in found.names])
     return _read(found, shown, left_out)
 
 

@@ -10,18 +10,19 @@ from typing import Any, get_args
 import numpy as np
 import xxhash
 
-from roxxel_dist.corpus.find import Corpus, find_corpus, shown_names
+from roxxel_dist.corpus.find import Corpus, Judge, find_corpus, shown_names
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.discovery import BUILD_FILE, has_text, is_tokens
+from roxxel_dist.data.files.discovery import BUILD_FILE, build_record, has_text, is_tokens
 from roxxel_dist.data.files.format import MOST_SHARD_BYTES, MOST_WORKERS, check_range
-from roxxel_dist.data.files.writer import WriteOptions
+from roxxel_dist.data.files.shard import WriteOptions
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer, check_vocabulary
 from roxxel_dist.process.exit_codes import MissingFileError, UserError
 from roxxel_dist.utils.display import ProgressBars
 from roxxel_dist.utils.voice import argument
 
 SPLITS = ("train", "val")
+SHARD_NAME = "shard_{:05d}.rox".format
 PathLike = str | os.PathLike[str]
 
 
@@ -29,14 +30,14 @@ PathLike = str | os.PathLike[str]
 class BuildInputs:
     """The inputs of a build, and the settings that decide its result."""
 
-    corpus: Corpus | None
-    tokens: Roxxel | None
+    corpus: Corpus | None = None
+    tokens: Roxxel | None = None
     tokenizer: Tokenizer | None
     """None: to be trained, or not given for tokens."""
-    kind: str
-    vocab_size: int | None
-    eos: bool
-    val_fraction: float
+    kind: str = "none"
+    vocab_size: int | None = None
+    eos: bool = True
+    val_fraction: float = 0.0
     text_key: str
     max_shard_bytes: int
 
@@ -61,12 +62,27 @@ class BuildInputs:
         inputs = {"fingerprint": self.source.fingerprint} if self.corpus is None else {
             "bytes": self.corpus.size, "digest": self.corpus.digest, "files": len(self.corpus.files)
         }  # fmt: skip
+        settings = self._settings(of_text=self.corpus is not None)
+        return json.dumps({"inputs": inputs, "settings": settings} | more, indent=1, sort_keys=True).encode()
+
+    def _settings(self, *, of_text: bool) -> dict[str, Any]:
         ready = self.tokenizer.fingerprint if self.tokenizer else self.kind
         # For a tokenizer that is not trained yet, its kind determines the end-of-text.
-        ending = self.tokenizer.eos_id if self.tokenizer and self.eos and self.corpus else self.eos
+        ending = self.tokenizer.eos_id if self.tokenizer and self.eos and of_text else self.eos
         names = ("max_shard_bytes", "text_key", "val_fraction", "vocab_size")
-        settings = {name: getattr(self, name) for name in names} | {"tokenizer": ready, "eos": ending}
-        return json.dumps({"inputs": inputs, "settings": settings} | more, indent=1, sort_keys=True).encode()
+        return {name: getattr(self, name) for name in names} | {"tokenizer": ready, "eos": ending}
+
+    def may_have_made(self, record: bytes, sizes: Sequence[int]) -> bool:
+        """Whether a `build.json` can be of this build, of text files of these sizes that are not read yet. A build
+        leaves out what is not UTF-8: where there are more files than it read, those have the bytes it lacks."""
+        known, sizes = build_record(record) or {}, sorted(sizes)
+        try:
+            others, lacking = len(sizes) - known["inputs"]["files"], sum(sizes) - known["inputs"]["bytes"]
+        except (KeyError, TypeError):  # of tokens, or of another program
+            return False
+        is_possible = others >= 0 and sum(sizes[:others]) <= lacking <= sum(sizes[len(sizes) - others :])
+        is_same = known.keys() - {"fingerprint"} == {"inputs", "settings"}  # nothing was appended
+        return is_possible and is_same and known["settings"] == self._settings(of_text=True)
 
     def options(self, tokenizer: Tokenizer | None, separator: int | float | None) -> WriteOptions:
         """The options to write shards: with the vocabulary of the tokenizer, or else of the copied tokens."""
@@ -127,10 +143,8 @@ def check_settings(
     vocab_size: int | None = None,
     trains: str | None = None,
 ) -> list[Path]:
-    """The input paths as a list; `trains` is the kind of the tokenizer, where it is to be trained.
-
-    Raises ValueError for an invalid setting, or if a folder is both input and output.
-    """
+    """The input paths as a list; `trains` is the kind of the tokenizer, where it is to be trained. Raises ValueError
+    for an invalid setting, or if a folder is both input and output."""
     if workers is not None:
         check_range("workers", workers, MOST_WORKERS, "processes")
     if max_shard_bytes is not None:
@@ -153,7 +167,13 @@ def check_settings(
 
 
 def find_inputs(
-    sources: list[Path], include: Sequence[str], exclude: Sequence[str], out: Path, dtype: Any, progress: ProgressBars
+    sources: list[Path],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    out: Path,
+    dtype: Any,
+    progress: ProgressBars,
+    judge: Judge = lambda sizes: None,
 ) -> tuple[Roxxel | None, Corpus | None]:
     """The tokens or the texts at the paths, for a build into the folder `out`; one of the two is None."""
     kinds = [is_tokens(path) and not (path.is_dir() and has_text(path)) for path in sources]
@@ -168,7 +188,7 @@ def find_inputs(
     if any(kinds):
         text, token = sources[kinds.index(False)], sources[kinds.index(True)]
         raise UserError(f"{token} holds tokens and {text} text: build two data sets, and blend them in a curriculum")
-    corpus = find_corpus(sources, include, exclude, out)
+    corpus = find_corpus(sources, include, exclude, out, judge)
     progress.line(str(corpus))
     return None, corpus
 

@@ -1,4 +1,4 @@
-"""What a build leaves out of its texts, and what its tokenizer changes of them, in numbers."""
+"""Counts of what a build leaves out of its texts, and of what its tokenizer changes of them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 SHOWN = 5
 
 
-class Encoded(NamedTuple):
+class EncodedText(NamedTuple):
     """The ids of a text, and how it differs from the text that they stand for."""
 
     ids: bytes
@@ -46,8 +46,8 @@ class Tally:
     ends: int = 0
     """Documents whose letters became the id of end-of-text."""
 
-    def add(self, text_bytes: int, encoded: Encoded) -> None:
-        """One document."""
+    def add(self, text_bytes: int, encoded: EncodedText) -> None:
+        """Count a document."""
         self.documents += 1
         self.text_bytes += text_bytes
         self.changed += encoded.is_changed
@@ -57,7 +57,7 @@ class Tally:
         self.ends += encoded.ends > 0
 
     def lines(self) -> list[str]:
-        """What people should know, a line each."""
+        """The lines about what people should know."""
         found: list[str] = []
         if self.empty:
             found.append(f"left out: {self.empty:,} empty or missing texts")
@@ -79,19 +79,19 @@ class Tally:
         return found
 
 
-def changes(tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[list[int]]) -> list[Encoded]:
-    """How the ids of each text differ from it, with empty `ids`. Costs a decoding, unless the tokenizer is lossless."""
+def changes(tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[list[int]]) -> list[EncodedText]:
+    """The difference of each text from its ids, with empty `ids`; a decoding, unless the tokenizer is lossless."""
     if tokenizer.is_lossless:
-        return [Encoded(b"")] * len(texts)
+        return [EncodedText(b"")] * len(texts)
     unknown, end = tokenizer.unknown_id, tokenizer.end_id
-    found: list[Encoded] = []
+    found: list[EncodedText] = []
     for text, one, back in zip(texts, ids, tokenizer.decode_batch(ids), strict=True):
         if text == back:
-            found.append(Encoded(b"", ends=one.count(end)))
+            found.append(EncodedText(b"", ends=one.count(end)))
             continue
         before, after = Counter(text), Counter(back)
         added = size_of(after - before)
-        found.append(Encoded(b"", True, before - after, added, one.count(unknown), one.count(end)))
+        found.append(EncodedText(b"", True, before - after, added, one.count(unknown), one.count(end)))
     return found
 
 

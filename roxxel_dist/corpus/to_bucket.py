@@ -32,11 +32,8 @@ FIRST = "00000" + ENDING
 
 
 class SentFiles:
-    """The files of a build that are in the bucket. Thread-safe.
-
-    A file beside the folder of the build keeps them, a line each, so that what a build has sent before it was killed
-    is not sent again.
-    """
+    """The files of a build that are in the bucket. Thread-safe. A file beside the folder of the build keeps them, a
+    line each, so that what a build has sent before it was killed is not sent again."""
 
     def __init__(self, store: ObjectStore, folder: Path) -> None:
         self._store, self._path, self._lock = store, folder.with_name(f"{folder.name}.sent"), threading.Lock()
@@ -79,20 +76,14 @@ def _digest(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketOut:
-    """The destination of a build in a bucket.
-
-    Attributes:
-        store: the prefix of the data set.
-        folder: the folder on this host where it is made; removed once the data set is in the bucket.
-        shards: names of the shards in the bucket.
-        is_whole: whether the data set in the bucket has an index.
-        config: settings to read the bucket.
-    """
+    """The destination of a build in a bucket."""
 
     store: ObjectStore
     folder: Path
+    """Where it is made on this host; removed once the data set is in the bucket."""
     shards: tuple[str, ...]
     is_whole: bool
+    """Whether the data set in the bucket has an index."""
     config: RemoteConfig
 
     @classmethod
@@ -106,12 +97,19 @@ class BucketOut:
         is_whole = any(key.rpartition("/")[2] == INDEX for key in there)
         return cls(store=store, folder=folder, shards=shards, is_whole=is_whole, config=config)
 
+    def record(self, split: str) -> bytes:
+        """The `build.json` of a split in the bucket; empty where there is none."""
+        try:
+            return self.store.read(f"{split}/{BUILD_FILE}".lstrip("/"))
+        except StoreNotFoundError:
+            return b""
+
     def holds(self, split: str, record: Callable[..., bytes]) -> bool:
         """Whether a split is in the bucket, by its `build.json`; `record` makes that file from the fingerprint."""
         try:
-            data = self.store.read(f"{split}/{BUILD_FILE}".lstrip("/"))
+            data = json.loads(self.record(split))
             with self.open_split(split) as dataset:
-                return json.loads(data) == json.loads(record(fingerprint=dataset.fingerprint))
+                return data == json.loads(record(fingerprint=dataset.fingerprint))
         except (StoreNotFoundError, ValueError):
             return False
 
@@ -129,11 +127,9 @@ class BucketOut:
             )
 
     @contextmanager
-    def sending(self, log: ProgressBars) -> Iterator[Callable[[str, Path], None]]:
-        """Send a build made within it to the bucket; call the yielded function with each complete shard.
-
-        If the build fails, the objects that it has sent are deleted.
-        """
+    def send_build(self, log: ProgressBars) -> Iterator[Callable[[str, Path], None]]:
+        """Send a build made within it to the bucket; call the yielded function with each complete shard. If the build
+        fails, the objects that it has sent are deleted."""
         self.folder.mkdir(parents=True, exist_ok=True)
         sent, files = list[str](), SentFiles(self.store, self.folder)
         pool, is_away = ThreadPoolExecutor(2), threading.Event()

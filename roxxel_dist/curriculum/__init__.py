@@ -1,1 +1,1 @@
-"""What each step trains on: pure integers, no files, no jax."""
+"""The rows that each step trains on: pure integers, no files, no jax."""

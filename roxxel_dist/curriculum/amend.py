@@ -6,14 +6,14 @@ from itertools import zip_longest
 from typing import Any
 
 from roxxel_dist.curriculum.segments import Cursor, Key, Shape, UnitSource
-from roxxel_dist.data.units import APART, SPREAD, Ranges, Units, unit_size
+from roxxel_dist.data.units import APART, Ranges, Units, unit_size
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
 
 
 @dataclass(frozen=True, kw_only=True)
 class Amendment:
-    """What is read from a step on. The first one, of step 0, is the plan itself."""
+    """An amendment: what is read from a step on. The first one, of step 0, is the plan itself."""
 
     from_step: int
     skip: int
@@ -57,7 +57,7 @@ class Amendment:
         )
 
 
-def longest_window(shapes: Sequence[Shape], name: str, order: int = SPREAD) -> int:
+def longest_window(shapes: Sequence[Shape], name: str, order: int) -> int:
     """The longest `seq_len` of the phases that read a data set; of all phases, if none does, or no share may matter."""
     if order == APART:
         return max(shape.seq_len for shape in shapes)
@@ -68,11 +68,8 @@ def longest_window(shapes: Sequence[Shape], name: str, order: int = SPREAD) -> i
 def make_sources(
     datasets: Mapping[str, Ranges], shapes: Sequence[Shape], before: Mapping[str, UnitSource], order: int
 ) -> dict[str, UnitSource]:
-    """Data sets cut in units for their longest window.
-
-    One that was there before keeps its units, so that its pass goes on, unless a window is longer than a unit: then it
-    is cut anew, and `carry_cursor` begins its next pass.
-    """
+    """Data sets cut in units for their longest window. One that was there before keeps its units, so that its pass goes
+    on, unless a window is longer than a unit: then it is cut anew, and `carry_cursor` begins its next pass."""
     sources = {}
     for name, ranges in datasets.items():
         size = before[name].units.size if name in before else 0
@@ -104,17 +101,14 @@ def check(shapes: Sequence[Shape], sources: Mapping[str, UnitSource]) -> None:
                 )
     for number, shape in enumerate(shapes):
         for name, _ in shape.weights:
-            check_batch(number, shape, sources[name])
-
-
-def check_batch(phase: int, shape: Shape, source: UnitSource) -> None:
-    """Raises UserError if a whole pass over a data set gives less than one batch of a phase (counted from 0)."""
-    rows = source.units.count * (source.units.size // shape.seq_len)
-    if rows < shape.batch_size:
-        raise UserError(
-            f"phase {phase + 1}: a batch of {shape.batch_size} rows of {shape.seq_len} tokens does not fit in "
-            f"the data {source.name!r}, which holds {rows} such rows: use a smaller batch_size or seq_len, or more text"
-        )
+            units = sources[name].units
+            rows = units.count * (units.size // shape.seq_len)
+            if rows < shape.batch_size:
+                raise UserError(
+                    f"phase {number + 1}: a batch of {shape.batch_size} rows of {shape.seq_len} tokens does not fit in "
+                    f"the data {name!r}, which holds {rows} such rows: use a smaller batch_size or seq_len, or more "
+                    f"text"
+                )
 
 
 def check_added(before: Mapping[str, UnitSource], datasets: Mapping[str, Ranges]) -> None:

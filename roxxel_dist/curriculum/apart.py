@@ -7,20 +7,20 @@ curricula that differ in them can be compared on the same text (common random nu
 length begins with the next chunk of units, as after an amendment.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from roxxel_dist.curriculum.mixture import Mixture, quota
-from roxxel_dist.curriculum.segments import Allocation, Cursor, Key, Segment, Shape, UnitSource
+from roxxel_dist.curriculum.segments import Allocation, Cursor, Segment, SegmentBuilder, Shape
 from roxxel_dist.process.exit_codes import UserError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PassesApart(Allocation):
-    """What a phase reads of one data set: the rest of a pass, and then whole passes."""
+    """The windows that a phase reads of one data set: the rest of a pass, and then whole passes."""
 
     def offsets(self, first: int, stop: int) -> np.ndarray:
         """int64[stop - first]: the first tokens of the windows [first, stop), in the order in which they are read."""
@@ -63,14 +63,8 @@ def _part(phase: PassesApart, number: int) -> Allocation:
     return Allocation(source=phase.source, cursor=cursor, units=units, seq_len=phase.seq_len, key=phase.key)
 
 
-@dataclass(kw_only=True, eq=False)
-class ApartBuilder:
-    """Cuts phases into segments, as `SegmentBuilder`, with passes apart: a segment for each phase."""
-
-    sources: Mapping[str, UnitSource]
-    cursors: dict[str, Cursor]
-    key: Key
-    max_passes: int | None = None
+class ApartBuilder(SegmentBuilder):
+    """Cuts phases into segments with passes apart: a segment for each phase."""
 
     def build(self, shapes: Sequence[Shape], first_step: int) -> Iterator[Segment]:
         """The segments of the steps from `first_step` on. Raises UserError where `max_passes` are not enough."""
@@ -78,11 +72,11 @@ class ApartBuilder:
         for phase, shape in enumerate(shapes):
             step, end = max(end, first_step), end + shape.steps
             if step < end:
-                segment = self._segment(shape, phase, step, end - step)
+                segment = self._whole(shape, phase, step, end - step)
                 yield segment
                 self.cursors |= segment.after(segment.steps)
 
-    def _segment(self, shape: Shape, phase: int, step: int, steps: int) -> Segment:
+    def _whole(self, shape: Shape, phase: int, step: int, steps: int) -> Segment:
         """A phase, or what is left of it."""
         weights, items = [weight for _, weight in shape.weights], steps * shape.items_per_step
         # By phase, not by step: its order does not depend on where it begins.
@@ -101,13 +95,4 @@ class ApartBuilder:
                     f"use fewer steps, a smaller share, more data, or a larger max_passes"
                 )
             allocations.append(read)
-        return Segment(
-            first_step=step,
-            steps=steps,
-            phase=phase,
-            shape=shape,
-            key=self.key,
-            mixture=mixture,
-            allocations=tuple(allocations),
-            before=dict(self.cursors),
-        )
+        return self._segment(shape, phase, step, steps, mixture, allocations)

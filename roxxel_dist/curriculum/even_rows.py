@@ -25,15 +25,8 @@ class EvenRows:
     The set is cut into W windows of `shape.seq_len` tokens, range by range. The n rows that are read are one of each of
     the n stretches [floor(i W / n), floor((i + 1) W / n)) of windows, at a place in its stretch that a hash of i
     chooses: rows at equal distances would all be beginnings of documents where these have equal lengths. With n = W
-    each window is read once.
-
-    Args:
-        ranges: (first token, number of tokens) of each range.
-        shape: of the batches; its steps and data sets are not used.
-        steps: the most batches.
-
-    Raises:
-        UserError: the set has too few tokens for a batch of the shortest rows.
+    each window is read once. There are at most `steps` batches; the steps and data sets of `shape` are not used. Raises
+    UserError: the set has too few tokens for a batch of the shortest rows.
     """
 
     def __init__(self, ranges: Ranges, shape: Shape, steps: int) -> None:
@@ -73,7 +66,7 @@ class EvenRows:
         return Rows(np.zeros(size, np.int32), offset, self._shape.seq_len, self._shape.packing == "documents")
 
     def tokens(self, step: int) -> int:
-        """How many tokens the batches before `step` have."""
+        """The number of tokens that the batches before `step` have."""
         return step * self._shape.batch_size * self._shape.seq_len
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Which data set each step, or each row, of a blend reads: exact shares, in an order that looks random, in closed form.
+"""The data set of each step, or each row, of a blend: exact shares in an order that looks random, in closed form.
 
 Let w_i be the weights, whose sum is 1, and C_i = w_1 + ... + w_i. After x items (steps or rows) of a segment the count
 of data set i is
@@ -37,8 +37,10 @@ class Mixture:
         self.items = items
         self.weights: tuple[float, ...] = tuple(weights)
         self._key = tuple(key)
-        self.block: int = block_length(min(weights) / sum(weights))
+        self.block: int = BLOCK
         """Items of a block; the last one also has the remainder."""
+        while self.block * min(weights) / sum(weights) < 1:  # the smallest share is an item: then no quota is negative
+            self.block *= 2
         # The remainder makes the last block longer: no block has fewer items than its rounding needs.
         self._blocks = max(1, items // self.block)
 
@@ -95,11 +97,3 @@ def quota(cumulative: Sequence[float], items: int) -> list[int]:
     """Counts after `items` items, each within one of its share and all exact in sum."""
     ends = [floor(items * weight + 0.5) for weight in cumulative]
     return [end - before for end, before in zip(ends, [0, *ends], strict=False)]
-
-
-def block_length(least: float) -> int:
-    """Items per block, so that the smallest share of it is at least one item: then no quota is negative."""
-    length = BLOCK
-    while length * least < 1:
-        length *= 2
-    return length

@@ -33,12 +33,8 @@ Key = tuple[np.unsignedinteger, np.unsignedinteger]
 
 
 class Permutation:
-    """A bijection of [0, n) chosen by `key`.
-
-    Args:
-        n: size of the domain, at least 1 and below 2^62.
-        key: whole numbers >= 0, such as (seed, data set, pass). Different keys give unrelated orders.
-    """
+    """A bijection of [0, n), n from 1 to 2^62 - 1, chosen by `key`: whole numbers >= 0, such as (seed, data set, pass).
+    Different keys give unrelated orders."""
 
     def __init__(self, n: int, key: Sequence[int]) -> None:
         if not 1 <= n < 1 << 62:
@@ -121,10 +117,8 @@ def splitmix64(word: np.ndarray | np.unsignedinteger, number: np.ndarray) -> np.
 
 
 def shuffled_blocks(first: int, count: int, length: int, key: Sequence[int]) -> np.ndarray:
-    """A permutation of [0, length) for each of the blocks first, first + 1, …: int64[count, length].
-
-    Block b's depends on (key, b) alone. For short blocks: it sorts `length` random numbers each.
-    """
+    """A permutation of [0, length) for each of the blocks first, first + 1, …: int64[count, length]. Block b's depends
+    on (key, b) alone. For short blocks: it sorts `length` random numbers each."""
     block, place = np.arange(first, first + count, dtype=np.uint64)[:, None], np.arange(length, dtype=np.uint64)
     x = splitmix64(np.frombuffer(digest(key, 8), "<u8"), (block << np.uint64(32)) + place)
     # With its place in the lowest bits no number comes twice, and sorting is faster than asking for the order.
@@ -145,12 +139,8 @@ class SpreadOrder:
     miss it by about sqrt(k p (1 - p)).
 
     Within a stratum, units that are neighbours on disk form blocks, and a few blocks at a time are shuffled: a long run
-    reads S x BLOCKS_TOGETHER stretches of the data set at a time, not all of it.
-
-    Args:
-        n: how many units, from 1 to 2^50.
-        key: whole numbers >= 0. Different keys give unrelated orders.
-        block: neighbouring units that are read at about the same time.
+    reads S x BLOCKS_TOGETHER stretches of the data set at a time, not all of it. n is at most 2^50, and `block` the
+    number of neighbouring units that are read at about the same time.
     """
 
     def __init__(self, n: int, key: Sequence[int], block: int) -> None:
@@ -172,7 +162,8 @@ class SpreadOrder:
     def __call__(self, index: np.ndarray) -> np.ndarray:
         """The units at these places (integers in [0, n), any shape): int64 of the same shape."""
         turn, slot = np.divmod(index.astype(np.int64).ravel(), self._strata)
-        stratum, place = self._reversed[slot] ^ self._mask(turn), turn
+        mask = splitmix64(self._word, turn) & np.uint64(self._strata - 1)  # a number for each round
+        stratum, place = self._reversed[slot] ^ mask.astype(np.int64), turn
         is_last = turn == self._rounds  # the round of the strata that have one unit more
         if is_last.any():
             stratum[is_last] = self._longer[slot[is_last]]
@@ -180,16 +171,10 @@ class SpreadOrder:
         unit = self._first[stratum] + (place + self._turned[stratum]) % self._size[stratum]
         return unit.reshape(index.shape)
 
-    def _mask(self, turn: np.ndarray) -> np.ndarray:
-        """A number below the count of strata for each round, int64."""
-        return (splitmix64(self._word, turn) & np.uint64(self._strata - 1)).astype(np.int64)
-
 
 class _BlockOrder:
-    """A bijection of [0, n) that shuffles blocks of neighbours, and then all numbers of a few blocks at a time.
-
-    Numbers that fill no block are shuffled together with the last blocks.
-    """
+    """A bijection of [0, n) that shuffles blocks of neighbours, and then all numbers of a few blocks at a time. Numbers
+    that fill no block are shuffled together with the last blocks."""
 
     def __init__(self, n: int, key: Sequence[int], block: int) -> None:
         self._n, self._key, self._block = n, tuple(key), block
@@ -208,12 +193,8 @@ class _BlockOrder:
         place, inside = np.divmod(result, self._block)
         place += window * BLOCKS_TOGETHER
         in_block = place < self._blocks
-        place[in_block] = self._order(place[in_block])
+        place[in_block] = _permutation(self._blocks, (*self._key, 3, 0))(place[in_block])
         return place * self._block + inside
-
-    @property
-    def _order(self) -> Permutation:
-        return _permutation(self._blocks, (*self._key, 3, 0))
 
     def _shuffle(self, window: int) -> Permutation:
         size = self._width if window < self._windows - 1 else self._n - window * self._width

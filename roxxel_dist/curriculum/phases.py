@@ -1,4 +1,4 @@
-"""What a person writes down: phases, and the curriculum they make with a data set."""
+"""The phases that a person writes down, and the curriculum they make with a data set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,7 +12,7 @@ from roxxel_dist.curriculum.amend import longest_window
 from roxxel_dist.curriculum.plan import ENDLESS, Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.units import APART, SPREAD, rows_in_a_pass
+from roxxel_dist.data.units import APART, SPREAD, Ranges, rows_in_a_pass
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.component import MOST_WHOLE, number_of
 
@@ -36,11 +36,8 @@ class PhaseError(UserError):
 class Phase:
     """A stretch of training in which batches have one shape.
 
-    `steps` or `epochs` says how long it lasts. `Curriculum.phases` has the same phases with the steps that epochs
-    come to.
-
-    Raises:
-        ValueError: a field breaks its rule; the message names the phase and the field.
+    `steps` or `epochs` says how long it lasts. `Curriculum.phases` has the same phases with the steps that epochs come
+    to. Raises ValueError: a field breaks its rule; the message names the phase and the field.
     """
 
     steps: int | None = None
@@ -122,13 +119,9 @@ class Phase:
         """The phase as the plan sees it; its steps must be known."""
         shares = tuple((name, float(weight)) for name, weight in (self.weights or {"self": 1.0}).items() if weight > 0)
         return Shape(
-            steps=self.steps or 0,
-            batch_size=self.batch_size or 0,
-            seq_len=self.seq_len or 0,
-            weights=shares,
-            blend=self.blend,
-            packing=self.packing,
-        )
+            steps=self.steps or 0, batch_size=self.batch_size or 0, seq_len=self.seq_len or 0, weights=shares,
+            blend=self.blend, packing=self.packing,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         """The fields that differ from their defaults."""
@@ -139,11 +132,7 @@ class Phase:
     def of_value(cls, phase: "Phase | Mapping[str, Any]") -> "Phase":
         """A phase from a mapping as it stands in YAML, or the phase itself.
 
-        Args:
-            phase: a mapping of field names to values, or a phase.
-
-        Raises:
-            ValueError: a key that a phase does not have, or what making a `Phase` raises.
+        Raises ValueError: a key that a phase does not have, or what making a `Phase` raises.
         """
         if isinstance(phase, Phase):
             return phase
@@ -177,10 +166,8 @@ def phases_of(given: Phase | Mapping[str, Any]) -> list[Phase]:
     """The phase of a mapping as it stands in YAML, or those of a ramp, whose `batch_size` is a list of sizes that rise.
 
     A ramp has a phase for each size, and all read the same number of rows, up to rounding: each has an equal share of
-    the `epochs`, or of the `steps` a share in proportion to 1 / size.
-
-    Raises:
-        ValueError: what `Phase.of_value` raises, or the sizes do not rise, or one of them gets no step.
+    the `epochs`, or of the `steps` a share in proportion to 1 / size. Raises ValueError: what `Phase.of_value` raises,
+    or the sizes do not rise, or one of them gets no step.
     """
     sizes = given.get("batch_size") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(sizes, list | tuple):
@@ -266,7 +253,10 @@ class Curriculum:
         self.passes: Passes = passes
         self._order: int = ORDERS[passes]
         self._given = all_phases(phases)
-        self.phases: tuple[Phase, ...] = self._with_steps(self._order)
+        counted: list[Phase] = []
+        for phase in self._given:
+            counted.append(phase if phase.epochs is None else self._counted(phase, counted))
+        self.phases: tuple[Phase, ...] = tuple(counted)
         """With their steps; those that were given with epochs are new objects."""
 
     def __repr__(self) -> str:
@@ -274,19 +264,12 @@ class Curriculum:
         others = f", others={list(self.mix_streamers)}" if self.mix_streamers else ""
         return f"Curriculum({list(self.phases)}, steps={self.total_steps}{others})"
 
-    def _with_steps(self, order: int) -> tuple[Phase, ...]:
-        """The phases with the steps that `epochs` come to, in a plan of this order."""
-        phases: list[Phase] = []
-        for phase in self._given:
-            phases.append(phase if phase.epochs is None else self._counted(phase, phases, order))
-        return tuple(phases)
-
-    def _counted(self, phase: Phase, before: Sequence[Phase], order: int) -> Phase:
+    def _counted(self, phase: Phase, before: Sequence[Phase]) -> Phase:
         """A phase that begins after others, with steps instead of epochs."""
         assert phase.epochs is not None
         shape = phase.shape
         # In the units that the whole curriculum uses, or phases that add up to a pass would read more than one.
-        longest = longest_window([each.shape for each in self._given], "self", order)
+        longest = longest_window([each.shape for each in self._given], "self", self._order)
         rows = rows_in_a_pass(self.primary_streamer.ranges, shape.seq_len, longest)
         pass_steps = rows // shape.batch_size
         steps = floor(pass_steps * phase.epochs + 1e-9)  # 0.29 of 100 is 28.999999999999996
@@ -297,7 +280,7 @@ class Curriculum:
                 f"seq_len, or more text"
             )
         if len(shape.weights) > 1:
-            if order == APART:
+            if self._order == APART:
                 wanted = floor(rows * phase.epochs + 1e-9)
                 return replace(phase, steps=self._steps_until(wanted, phase, before), epochs=None)
             # A pass of a blend by row leaves less than a batch of rows unread.
@@ -319,7 +302,7 @@ class Curriculum:
         """Rows of the primary data set in the first steps of a phase; `first` steps are before it."""
         rest = [replace(each, steps=1, epochs=None).shape for each in self._given[len(before) + 1 :]]
         shapes = [*(each.shape for each in before), replace(phase, steps=steps, epochs=None).shape, *rest]
-        plan = Plan(shapes, {name: data.ranges for name, data in self.datasets.items()}, 0, order=self._order)
+        plan = Plan(shapes, self._ranges, 0, order=self._order)
         return plan.rows_read(first, first + steps)["self"]
 
     def hold_out(self, fraction: float) -> "tuple[Curriculum, Roxxel]":
@@ -344,7 +327,7 @@ class Curriculum:
 
     @property
     def datasets(self) -> dict[str, Roxxel]:
-        """All data sets by name, "self" first."""
+        """The data sets by name, "self" first."""
         return {"self": self.primary_streamer, **self.mix_streamers}
 
     @property
@@ -353,7 +336,7 @@ class Curriculum:
         return tuple(phase.shape for phase in self.phases)
 
     def plan(self, seed: int, max_passes: int | None = None) -> Plan:
-        """What every step reads, for this seed.
+        """The plan of what every step reads, for this seed.
 
         Args:
             seed: of all orders.
@@ -365,5 +348,8 @@ class Curriculum:
         Raises:
             ValueError: a data set is too small for a phase's batch, a weight names none, or the passes are not enough.
         """
-        ranges = {name: streamer.ranges for name, streamer in self.datasets.items()}
-        return Plan(self.shapes, ranges, seed, max_passes=max_passes, order=self._order)
+        return Plan(self.shapes, self._ranges, seed, max_passes=max_passes, order=self._order)
+
+    @property
+    def _ranges(self) -> dict[str, Ranges]:
+        return {name: streamer.ranges for name, streamer in self.datasets.items()}

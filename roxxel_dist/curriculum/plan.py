@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
 
 class Plan:
-    """What each step trains on.
+    """The rows that each step trains on.
 
     Args:
         phases: their shapes.
@@ -112,10 +112,8 @@ class Plan:
             self._known_to = segment.first_step + segment.steps
 
     def _cursors_for(self, level: int, key: Key) -> dict[str, Cursor]:
-        """How far each data set was read when an amendment begins.
-
-        A data set that is no longer in the plan keeps its cursor, for when it comes back.
-        """
+        """How far each data set was read when an amendment begins. A data set that is no longer in the plan keeps its
+        cursor, for when it comes back."""
         amendment, before, earlier = self.amendments[level], dict[str, Cursor](), dict[str, UnitSource]()
         if level:
             done = min(amendment.from_step + amendment.skip, self.total_steps)
@@ -139,6 +137,7 @@ class Plan:
         *,
         datasets: Mapping[str, Ranges] | None = None,
         skip: int = 0,
+        is_fork: bool = False,
     ) -> "Plan":
         """This plan up to `step`, and another from there on.
 
@@ -152,6 +151,7 @@ class Plan:
             datasets: all data sets by name, with their ranges; the ones there are where not given. Ranges may be
                 added behind those of a data set, and whole data sets may come and go.
             skip: leave out what the next so many steps of this plan would have read.
+            is_fork: ranges may be taken away from a data set too; then its next pass begins at `step`.
 
         Returns:
             A new plan; this one stays what it is.
@@ -160,21 +160,6 @@ class Plan:
             ValueError: the step is outside the plan or before the last amendment, a data set holds no such window, or
                 has other ranges than before.
         """
-        return self._amended(step, phases, datasets, skip, is_fork=False)
-
-    def fork(self, step: int, phases: Sequence[Shape], *, datasets: Mapping[str, Ranges]) -> "Plan":
-        """Amend the plan; ranges may be taken away from a data set too: then its next pass begins at `step`."""
-        return self._amended(step, phases, datasets, 0, is_fork=True)
-
-    def _amended(
-        self,
-        step: int,
-        phases: Sequence[Shape] | None,
-        datasets: Mapping[str, Ranges] | None,
-        skip: int,
-        *,
-        is_fork: bool,
-    ) -> "Plan":
         last = self.amendments[-1]
         if not last.from_step <= step <= self.total_steps:
             raise UserError(
@@ -199,11 +184,7 @@ class Plan:
     # -- reading
 
     def segment(self, step: int) -> Segment:
-        """The segment that holds `step` (from 0).
-
-        Raises:
-            IndexError: the plan has no such step.
-        """
+        """The segment that holds `step` (from 0). Raises IndexError: the plan has no such step."""
         segment, number = self._find(step)
         return segment.in_pass(number)
 
@@ -268,41 +249,37 @@ class Plan:
         return dataset, offset, shape.seq_len, shape.packing == "documents"
 
     def phase(self, step: int) -> int:
-        """The index of the phase that holds `step`. Both count from 0.
-
-        Raises:
-            IndexError: the plan has no such step.
-        """
+        """The index of the phase that holds `step`. Both count from 0. Raises IndexError: the plan has no such step."""
         return self._find(step)[0].phase
 
     def shape(self, step: int) -> tuple[int, int]:
-        """(batch_size, seq_len) of `step`, counted from 0.
-
-        Raises:
-            IndexError: the plan has no such step.
-        """
+        """(batch_size, seq_len) of `step`, counted from 0. Raises IndexError: the plan has no such step."""
         shape = self.shape_at(step)
         return shape.batch_size, shape.seq_len
 
     def tokens(self, step: int) -> int:
-        """How many tokens the steps before `step` read."""
+        """The tokens that the steps before `step` read."""
         return self._sum(step, lambda shape: shape.tokens)
 
     def predicted_tokens(self, step: int) -> int:
-        """How many tokens the steps before `step` compute: of each row all but one."""
+        """The tokens that the steps before `step` compute: of each row all but one."""
         return self._sum(step, lambda shape: shape.predicted_tokens)
 
     def _sum(self, step: int, of: Callable[[Shape], int]) -> int:
         """The sum of a number of each step before `step`, by its shape."""
-        ends = [*(amendment.from_step for amendment in self.amendments[1:]), step]
-        spans = zip(self.amendments, ends, strict=True)
-        return sum(_sum(a.shapes, a.from_step, min(end, step), of) for a, end in spans if a.from_step < step)
+        ends, total = [*(amendment.from_step for amendment in self.amendments[1:]), step], 0
+        for amendment, end in zip(self.amendments, ends, strict=True):
+            first = 0
+            for shape in amendment.shapes:
+                stop = first + shape.steps
+                total += max(0, min(stop, end, step) - max(first, amendment.from_step)) * of(shape)
+                first = stop
+        return total
 
     def rows_read(self, first: int, stop: int) -> dict[str, int]:
-        """How many rows of each data set the steps [first, stop) read, both counted from 0.
+        """The rows of each data set that the steps [first, stop) read, both counted from 0.
 
-        Raises:
-            IndexError: the plan has no such step.
+        Raises IndexError: the plan has no such step.
         """
         rows = dict.fromkeys(self.datasets, 0)
         while first < stop:
@@ -331,11 +308,7 @@ class Plan:
         return (count, repeated.period) if count > 1 and (first - repeated.first_step) % repeated.period == 0 else None
 
     def shape_at(self, step: int) -> Shape:
-        """The shape of the phase that holds `step`, counted from 0.
-
-        Raises:
-            IndexError: the plan has no such step.
-        """
+        """The shape of the phase that holds `step`, counted from 0. Raises IndexError: the plan has no such step."""
         return self._find(step)[0].shape
 
     def datasets_from(self, step: int) -> set[str]:
@@ -402,16 +375,6 @@ def _shares(shape: Shape, rows: Mapping[str, int]) -> Iterator[str]:
         # A short phase has no exact shares: a step or a row more or less is none's.
         is_near = abs(rows[name] - whole * weight / weights) <= len(shape.weights) * shape.rows_per_item
         yield f"{name} {asked}" if is_near or asked == read else f"{name} {read} ({asked} asked)"
-
-
-def _sum(shapes: Sequence[Shape], low: int, high: int, of: Callable[[Shape], int]) -> int:
-    """The sum of a number of each of the steps [low, high) of some phases, by its shape."""
-    first = total = 0
-    for shape in shapes:
-        stop = first + shape.steps
-        total += max(0, min(stop, high) - max(first, low)) * of(shape)
-        first = stop
-    return total
 
 
 def _events(plan: Plan) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""From phases and data sets to segments: stretches of steps in which nothing changes.
+"""Cuts phases and data sets into segments: stretches of steps in which nothing changes.
 
 Within a segment a data set's items are counted by the closed form of `mixture`, so the longest segment that what is
 left of a pass can give is found by bisection of that form. Its windows are those of the next units of the pass, in
@@ -78,11 +78,11 @@ class RemainingUnits:
 
     @classmethod
     def first(cls, units: int, key: Sequence[int], block: int) -> "RemainingUnits":
-        """All of so many units."""
+        """The units of a whole pass, so many."""
         return cls(size=units, order=_order(units, key, block), block=block)
 
     def amend(self, used: int, units: tuple[int, int], key: Sequence[int]) -> "RemainingUnits":
-        """What remains after `used` units were given out, and the units [units[0], units[1]) were added."""
+        """The units that remain after `used` units were given out, and the units [units[0], units[1]) were added."""
         added, stop = units
         size = self.size - used + stop - added
         return RemainingUnits(
@@ -121,7 +121,7 @@ class UnitSource:
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little")
 
     def new_pass(self, key: Key, pass_index: int) -> "Cursor":
-        """Before the first token of a pass."""
+        """The cursor before the first token of a pass."""
         block = max(1, TOGETHER // self.units.size)
         remaining = RemainingUnits.first(self.units.count, key.new_pass(self.number, pass_index), block)
         return Cursor(pass_index=pass_index, remaining=remaining)
@@ -134,7 +134,7 @@ class UnitSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """How far a data set has been read."""
+    """The place up to which a data set has been read."""
 
     pass_index: int
     remaining: RemainingUnits
@@ -157,7 +157,7 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Allocation:
-    """What a segment reads of one data set: the units [cursor.used, cursor.used + units) of its pass."""
+    """The units that a segment reads of one data set: [cursor.used, cursor.used + units) of its pass."""
 
     source: UnitSource
     cursor: Cursor
@@ -187,14 +187,10 @@ class Allocation:
             first += count
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def units_after(self, windows: int) -> int:
-        """Units of the pass that are given out once so many windows of the allocation are read, whole chunks."""
-        chunks = -(-windows // (self.source.chunk * self.windows_per_unit))
-        return self.cursor.used + min(self.units, chunks * self.source.chunk)
-
     def cursor_after(self, windows: int) -> Cursor:
         """The data set's cursor once so many windows of the allocation are read."""
-        return replace(self.cursor, used=self.units_after(windows))
+        chunks = -(-windows // (self.source.chunk * self.windows_per_unit))  # whole ones are given out
+        return replace(self.cursor, used=self.cursor.used + min(self.units, chunks * self.source.chunk))
 
 
 # Steps that follow each other read from the same chunk: its order and its units are found once.
@@ -235,7 +231,7 @@ class Shape:
 
     @property
     def items_per_step(self) -> int:
-        """How many items the mixture counts in a step: one for the step itself, or one per row."""
+        """The items that the mixture counts in a step: one for the step itself, or one per row."""
         return self.batch_size if self.blend == "row" else 1
 
     @property
@@ -281,7 +277,7 @@ class Segment:
     """It comes again in passes that follow; this is the first time."""
 
     def after(self, steps: int) -> dict[str, Cursor]:
-        """Every data set's cursor when so many of the segment's steps are done."""
+        """The cursor of every data set when so many of the segment's steps are done."""
         result = dict(self.before)
         counts = self.mixture.counts(steps * self.shape.items_per_step) * self.shape.rows_per_item
         for allocation, windows in zip(self.allocations, counts.tolist(), strict=True):
@@ -397,23 +393,20 @@ class SegmentBuilder:
                 Allocation(source=source, cursor=self.cursors[name], units=units, seq_len=shape.seq_len, key=self.key)
             )
         mixture = Mixture(weights, low * per_step, self.key.mixture(step))
+        return self._segment(shape, phase, step, low, mixture, allocations)
+
+    def _segment(
+        self, shape: Shape, phase: int, step: int, steps: int, mixture: Mixture, allocations: Sequence[Allocation]
+    ) -> Segment:
         return Segment(
-            first_step=step,
-            steps=low,
-            phase=phase,
-            shape=shape,
-            key=self.key,
-            mixture=mixture,
-            allocations=tuple(allocations),
-            before=dict(self.cursors),
-        )
+            first_step=step, steps=steps, phase=phase, shape=shape, key=self.key, mixture=mixture,
+            allocations=tuple(allocations), before=dict(self.cursors),
+        )  # fmt: skip
 
 
 def check_batches(shapes: Iterable[Shape], grad_accum: int) -> None:
-    """Raises ValueError for a phase whose batch gradient accumulation does not divide.
-
-    A batch of fewer rows than micro-batches has one row in each: a curriculum may end in one long row.
-    """
+    """Raises ValueError for a phase whose batch gradient accumulation does not divide. A batch of fewer rows than
+    micro-batches has one row in each: a curriculum may end in one long row."""
     for i, shape in enumerate(shapes):
         if shape.batch_size % min(grad_accum, shape.batch_size):
             raise UserError(

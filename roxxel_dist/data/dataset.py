@@ -14,9 +14,9 @@ import numpy as np
 from roxxel_dist.data.files.discovery import DataPath, NoShardsError, Target, find_shards, names_objects
 from roxxel_dist.data.files.foreign import ForeignFile
 from roxxel_dist.data.files.reader import MappedReader, WindowReader
-from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE
+from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, WriteOptions
 from roxxel_dist.data.files.slices import ShardSlice, TokenFile, fingerprints, open_slices, slices_of, split_slice
-from roxxel_dist.data.files.writer import WriteOptions, write_data_set
+from roxxel_dist.data.files.writer import write_data_set
 from roxxel_dist.data.packing import segments_and_positions
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher
@@ -193,10 +193,9 @@ class Roxxel:
             yield from map(part.document, range(part.documents))
 
     def read_documents(self) -> Iterator[np.ndarray]:
-        """All documents in order, as in iteration, but read into memory instead of views of the mapped files.
+        """The documents in order, as in iteration, but read into memory instead of views of the mapped files.
 
-        Raises:
-            ValueError: a file is truncated. The message names it.
+        Raises ValueError: a file is truncated. The message names it.
         """
         for part in self._slices:
             yield from part.read_documents()
@@ -220,11 +219,8 @@ class Roxxel:
     def fetch(self, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
         """Fetch the chunks for a `read` of some windows into the cache; does nothing for local files.
 
-        With `documents`, also for `segments`.
-
-        Raises:
-            ValueError: a window is not within one of `ranges`, or the checksums of a shard are damaged.
-            StoreError: the object store fails.
+        With `documents`, also for `segments`. Raises ValueError: a window is not within one of `ranges`, or the
+        checksums of a shard are damaged. StoreError: the object store fails.
         """
         if isinstance(self._reader, RemoteReader):
             self._reader.fetch(np.asarray(offsets, np.int64), length, documents=documents)
@@ -273,8 +269,7 @@ class Roxxel:
     def prefetch(self, offsets: np.ndarray, length: int) -> None:
         """Ask the kernel to load the pages for a `read` of the same windows. It never changes results.
 
-        Raises:
-            ValueError: a window is not within one of `ranges`.
+        Raises ValueError: a window is not within one of `ranges`.
         """
         self._reader.prefetch(np.asarray(offsets, np.int64), length)
 
@@ -288,8 +283,7 @@ class Roxxel:
     def tokenizer(self) -> Tokenizer | None:
         """The `tokenizer.json` beside the shards, or None.
 
-        Raises:
-            ValueError: it is not the tokenizer that made the tokens.
+        Raises ValueError: it is not the tokenizer that made the tokens.
         """
         shard = self.shards[0]
         if isinstance(shard, RemoteShard):
@@ -410,13 +404,9 @@ class Roxxel:
                 f"place; `roxxel-dist data build {file.path} --out DIR` turns it into shards"
             )
         options = WriteOptions(
-            separator=separator,
-            block_size=block_size,
-            max_shard_bytes=max_shard_bytes,
-            dtype=dtype,
-            vocab_size=vocab_size,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-        )
+            separator=separator, block_size=block_size, max_shard_bytes=max_shard_bytes, dtype=dtype,
+            vocab_size=vocab_size, tokenizer_fingerprint=tokenizer_fingerprint,
+        )  # fmt: skip
         if isinstance(items, Roxxel):  # a file that is truncated while it is copied must be an error, not zeros
             items = items.read_documents()
         write_data_set(Target.of_path(self.filepath), items, options, append=append)
@@ -426,8 +416,7 @@ class Roxxel:
     def verify(self) -> None:
         """Read every shard whole and compare it with its checksums; files of other systems have none.
 
-        Raises:
-            ValueError: the message names the damaged file, block and document.
+        Raises ValueError: the message names the damaged file, block and document.
         """
         for shard in self.shards:
             shard.verify()

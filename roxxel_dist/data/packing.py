@@ -28,9 +28,7 @@ def segments_and_positions(
     files: Sequence[TokenFile], numbers: np.ndarray, offsets: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(segments, positions), int32 [R, length] each: see `Roxxel.segments`. Reads only document ends in the windows.
-
-    `numbers` are the files of the windows, `offsets` the windows' first tokens, counted from the file's first.
-    """
+    `numbers` are the files of the windows, `offsets` the windows' first tokens, counted from the file's first."""
     rows = np.arange(len(offsets)) * length
     begins = [rows]
     for number in np.unique(numbers).tolist():
@@ -51,13 +49,9 @@ def _count(begins: np.ndarray, rows: int, length: int) -> tuple[np.ndarray, np.n
 
 
 def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(window, place in it) of every document that begins inside a window of a file, not at its start.
-
-    An empty document begins at the same place as the next: the place appears twice.
-
-    Raises:
-        ValueError: its document ends are damaged.
-    """
+    """(window, place in it) of every document that begins inside a window of a file, not at its start. An empty
+    document begins at the same place as the next: the place appears twice. Raises ValueError: its document ends are
+    damaged."""
     ends = file.document_ends
     first, last = (ends.searchsorted(offsets + at, side="right") for at in (0, length - 1))
     count = np.maximum(last - first, 0)

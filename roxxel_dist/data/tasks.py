@@ -32,7 +32,7 @@ class ScoredRow(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What is known of a question beside its rows, one for each choice."""
+    """A question, without the rows of its choices."""
 
     answer: int
     """The right choice, from 0."""
@@ -92,14 +92,9 @@ def read_tasks(
 ) -> tuple[Task, ...]:
     """The tasks in some files, in the order of the patterns and of the names within each.
 
-    Args:
-        patterns: paths of JSON-lines files, with * and ** if you like.
-        tokenizer: of the model.
-        max_context: tokens that the model reads at most.
-        field: where the patterns are from, for messages.
-
-    Raises:
-        ValueError: no file, a file that has nothing or is named twice, or a line that breaks the rule.
+    The patterns are paths of JSON-lines files, with * and ** if you like, from a `field` that messages name. A model
+    with the tokenizer reads `max_context` tokens at most. Raises ValueError: no file, a file that has nothing or is
+    named twice, or a line that breaks the rule.
     """
     paths = find_tasks(patterns, field=field)
     return tuple(_read(name, path, tokenizer, max_context) for name, path in paths.items())
@@ -151,14 +146,9 @@ def _read(name: str, path: Path, tokenizer: Tokenizer, max_context: int) -> Task
     if not rows:
         raise UserError(f"{path} has no line: {RULE}")
     return Task(
-        name=name,
-        max_context=max_context,
-        rows=tuple(rows),
-        questions=tuple(questions),
-        text_bytes=text_bytes,
-        truncated=truncated,
-        unscored=unscored,
-    )
+        name=name, max_context=max_context, rows=tuple(rows), questions=tuple(questions), text_bytes=text_bytes,
+        truncated=truncated, unscored=unscored,
+    )  # fmt: skip
 
 
 def _fields(where: str, line: bytes) -> dict[str, Any]:
@@ -193,11 +183,9 @@ def _fields(where: str, line: bytes) -> dict[str, Any]:
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """The ids of a context, and those that the continuation adds to it; both have one at least.
 
-    Spaces that end the context count as the continuation's, because tokenizers join them to a word. An empty context
-    is the start of a document: end-of-text.
-
-    Raises:
-        ValueError: the tokenizer does not know a character, or has no end-of-text.
+    Spaces that end the context count as the continuation's, because tokenizers join them to a word. An empty context is
+    the start of a document: end-of-text. Raises ValueError: the tokenizer does not know a character, or has no
+    end-of-text.
     """
     stripped = context.rstrip()
     continuation, context = context[len(stripped) :] + continuation, stripped

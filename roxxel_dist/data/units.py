@@ -23,14 +23,8 @@ def unit_size(ranges: Ranges, longest: int) -> int:
     """Tokens per unit for windows of at most `longest` tokens.
 
     A unit of 8 windows can be read by a later phase of longer rows. On a small corpus, or one of many small shards, it
-    would leave much unread, so it shrinks until at least 97 % of the tokens that fit in any window are in a unit.
-
-    Args:
-        ranges: (start, length) of each range, in tokens.
-        longest: the longest `seq_len` that will be read, in tokens.
-
-    Returns:
-        A multiple of `longest`: at least `longest` itself, even if no range has that many tokens.
+    would leave much unread, so it shrinks until at least 97 % of the tokens that fit in any window are in a unit. It is
+    a multiple of `longest`: at least `longest` itself, even if no range has that many tokens.
     """
     lengths = np.array([length for _, length in ranges], np.int64)
     best = int((lengths // longest).sum()) * longest  # the coverage of units of one window
@@ -52,7 +46,7 @@ def steps_in_a_pass(ranges: Ranges, seq_len: int, batch_size: int) -> int:
 
 
 class Units:
-    """All units of `size` tokens in some ranges, numbered from 0 in the order of the corpus."""
+    """The units of `size` tokens in some ranges, numbered from 0 in the order of the corpus."""
 
     def __init__(self, ranges: Ranges, size: int) -> None:
         self.ranges = ranges

@@ -44,10 +44,8 @@ PAUSE_S = 50e-6
 
 
 def find_damage(shards: Sequence[TokenFile], progress: ProgressBars, workers: int | None = None) -> Iterator[str]:
-    """The damage in shards: one message for each damaged shard, which names the block and the document.
-
-    `workers` are processes; None: one per core, or only this process for little data.
-    """
+    """The damage in shards: one message for each damaged shard, which names the block and the document. `workers` are
+    processes; None: one per core, or only this process for little data."""
     size = sum(shard.tokens.nbytes for shard in shards)
     if workers is not None:
         check_range("workers", workers, MOST_WORKERS, "processes")
@@ -92,10 +90,8 @@ def _open(path: Path) -> Shard:
 def check_sampled_ids(data: Roxxel, vocab_size: int) -> None:
     """Compare ids of files without a vocabulary size with `vocab_size`: 18 blocks of 4 KiB of each local file.
 
-    The other blocks are compared when they are read (`VerifiedBlocks`).
-
-    Raises:
-        ValueError: an id is not below `vocab_size`, or the vocabulary cannot be in the dtype that was guessed.
+    The other blocks are compared when they are read (`VerifiedBlocks`). Raises ValueError: an id is not below
+    `vocab_size`, or the vocabulary cannot be in the dtype that was guessed.
     """
     guessed = data.guessed_dtype
     if guessed is not None and vocab_size > np.iinfo(guessed).max + 1:
@@ -137,13 +133,8 @@ class _File:
 
 
 class VerifiedBlocks:
-    """The verified blocks of the open files: each block is checked once, on first use.
-
-    Files of other systems have no checksums; only their ids are checked. Thread-safe.
-
-    Args:
-        vocab_size: ids are below it; None: the vocab_size of the data.
-    """
+    """The verified blocks of the open files: each block is checked once, on first use. Files of other systems have no
+    checksums; only their ids are checked: they are below `vocab_size`, by default that of the data. Thread-safe."""
 
     def __init__(self, vocab_size: int | None = None) -> None:
         self._vocab_size = vocab_size
@@ -152,8 +143,7 @@ class VerifiedBlocks:
     def verify(self, data: Roxxel, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
         """Verify the blocks of some windows, given as in `Roxxel.read`, and with `documents` the document ends too.
 
-        Raises:
-            DamagedData: a checksum or an id is wrong. The message names the file, the block and its documents.
+        Raises DamagedData: a checksum or an id is wrong. The message names the file, the block and its documents.
         """
         data.fetch(offsets, length, documents=documents)
         firsts, shards = data.first_tokens, data.shards
@@ -223,16 +213,11 @@ class VerifiedBlocks:
 PIECE_BYTES = 1 << 24
 
 
-def verify_objects(url: str, progress: ProgressBars, config: RemoteConfig | None = None) -> tuple[list[str], str]:
-    """(a line for each damaged shard, a summary line) for the shards at an address.
-
-    Raises:
-        NoShardsError: there are none.
-        StoreError: the store fails.
-    """
-    timeout_s = (config or RemoteConfig()).store_timeout
+def verify_objects(url: str, progress: ProgressBars) -> tuple[list[str], str]:
+    """(a line for each damaged shard, a summary line) for the shards at an address. Raises NoShardsError: there are
+    none. StoreError: the store fails."""
     try:
-        store, entries = find_shards(ObjectUrl.parse(url), timeout_s)
+        store, entries = find_shards(ObjectUrl.parse(url), RemoteConfig().store_timeout)
     except NoShardsError:
         raise
     except ValueError as error:  # a damaged footer

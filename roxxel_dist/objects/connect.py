@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,12 @@ CLOUDS = {
 NO_KEYS = "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 
 
-def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mapping[str, str] = os.environ) -> Any:
-    """An obstore store of the whole bucket; no request is made.
+def connect(url: ObjectUrl, *, request_s: float, retry_s: float) -> Any:
+    """An obstore store of the whole bucket of an address; no request is made.
 
-    Args:
-        url: only its scheme and bucket are used.
-        request_s: the limit of one request, its body included.
-        retry_s: seconds for which obstore itself retries a request; 0 for never.
-        environ: environment variables with credentials, region and endpoint.
-
-    Raises:
-        ValueError: the endpoint in the environment is not an address.
-        MissingLibraryError: obstore is not installed.
-        StoreDeniedError: the credential settings are not usable.
+    A request, its body included, takes at most `request_s`, and obstore itself retries it for `retry_s` (0: never).
+    Raises ValueError: the endpoint in the environment is not an address. MissingLibraryError: obstore is not installed.
+    StoreDeniedError: the credential settings are not usable.
     """
     try:
         import obstore.store
@@ -43,7 +35,7 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
         raise MissingLibraryError(f"{url}: a path in a bucket needs a package: {pip_install('cloud')}") from error
     options: dict[str, Any] = {"timeout": timedelta(seconds=request_s)}
     options["connect_timeout"] = timedelta(seconds=min(CONNECT_S, request_s))
-    if path := environ.get("AWS_CA_BUNDLE") if url.scheme == "s3" else None:
+    if path := os.environ.get("AWS_CA_BUNDLE") if url.scheme == "s3" else None:
         options["root_certificate"] = Path(path).read_bytes()
     retries = {
         "max_retries": 1000 if retry_s else 0,
@@ -51,7 +43,7 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
         "backoff": BACKOFF,
     }
     make = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore, "az": obstore.store.AzureStore}[url.scheme]
-    settings = {"s3": _s3, "gs": _gs, "az": _az}[url.scheme](environ)
+    settings = {"s3": _s3, "gs": _gs, "az": _az}[url.scheme]()
     endpoint = settings.get("base_url" if url.scheme == "gs" else "endpoint") or ""
     if endpoint and not ENDPOINT.fullmatch(endpoint):
         raise UserError(
@@ -65,10 +57,10 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
 BACKOFF: Any = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
 
 
-def endpoint_of(url: ObjectUrl, environ: Mapping[str, str] = os.environ) -> str:
+def endpoint_of(url: ObjectUrl) -> str:
     """The endpoint from the environment, for messages; "" if there is none."""
-    settings = {"s3": _s3_endpoint, "gs": _gs_endpoint, "az": lambda environ: environ.get("AZURE_STORAGE_ENDPOINT")}
-    return settings[url.scheme](environ) or ""
+    settings = {"s3": _s3_endpoint, "gs": _gs_endpoint, "az": lambda: os.environ.get("AZURE_STORAGE_ENDPOINT")}
+    return settings[url.scheme]() or ""
 
 
 def proxy_variable(url: ObjectUrl) -> str:
@@ -87,48 +79,43 @@ def proxy_variable(url: ObjectUrl) -> str:
     return next((name for name in found if os.environ.get(name)), "")
 
 
-def _s3_endpoint(environ: Mapping[str, str]) -> str | None:
+def _s3_endpoint() -> str | None:
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    return next((environ[name] for name in names if environ.get(name)), None)
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 
-def _gs_endpoint(environ: Mapping[str, str]) -> str | None:
-    host = environ.get("STORAGE_EMULATOR_HOST")
+def _gs_endpoint() -> str | None:
+    host = os.environ.get("STORAGE_EMULATOR_HOST")
     return host if not host or "://" in host else f"http://{host}"
 
 
-def _s3(environ: Mapping[str, str]) -> dict[str, Any]:
+def _s3() -> dict[str, Any]:
     settings: dict[str, Any] = {"disable_bulk_delete": True}
-    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
-    endpoint = _s3_endpoint(environ)
-    elsewhere = (
-        "AWS_WEB_IDENTITY_TOKEN_FILE",
-        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    )
-    has_keys = bool(environ.get("AWS_ACCESS_KEY_ID") and environ.get("AWS_SECRET_ACCESS_KEY"))
-    is_elsewhere = has_keys or any(map(environ.get, elsewhere))
-    is_public = environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
-    if not is_elsewhere or environ.get("AWS_PROFILE"):
-        if (session := _aws_session(environ)) is not None:
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    endpoint = _s3_endpoint()
+    container = "AWS_CONTAINER_CREDENTIALS"
+    elsewhere = ("AWS_WEB_IDENTITY_TOKEN_FILE", f"{container}_RELATIVE_URI", f"{container}_FULL_URI")
+    has_keys = bool(os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"))
+    is_elsewhere = has_keys or any(map(os.environ.get, elsewhere))
+    is_public = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
+    if not is_elsewhere or os.environ.get("AWS_PROFILE"):
+        if (session := _aws_session()) is not None:
             region = region or session.get_config_variable("region")
             endpoint = endpoint or session.get_scoped_config().get("endpoint_url")
             if not has_keys and not is_public:
                 settings["credential_provider"] = _aws_credentials(session)
-        elif not is_elsewhere and not is_public and environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        elif not is_elsewhere and not is_public and os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
             raise StoreDeniedError(NO_KEYS)
     return settings | {"region": region or "us-east-1"} | ({"endpoint": endpoint} if endpoint else {})
 
 
-def _aws_session(environ: Mapping[str, str]) -> Any | None:
-    """The session of the AWS profile that is named, or is the default one; None where no file has profiles.
-
-    Raises StoreDeniedError where there is no such profile, where a file cannot be parsed, and where boto3, which reads
-    them, is not installed.
-    """
-    name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
+def _aws_session() -> Any | None:
+    """The session of the AWS profile that is named, or is the default one; None where no file has profiles. Raises
+    StoreDeniedError where there is no such profile, where a file cannot be parsed, and where boto3, which reads them,
+    is not installed."""
+    name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
     files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
-    found = [path for key, usual in files.items() if (path := Path(environ.get(key) or usual).expanduser()).exists()]
+    found = [path for key, usual in files.items() if (path := Path(os.environ.get(key) or usual).expanduser()).exists()]
     if not (name or found):
         return None
     try:
@@ -168,28 +155,23 @@ def _aws_credentials(session: Any) -> Any:
         ) from None
 
 
-def _gs(environ: Mapping[str, str]) -> dict[str, Any]:
-    endpoint = _gs_endpoint(environ)
+def _gs() -> dict[str, Any]:
+    endpoint = _gs_endpoint()
     if not endpoint:
         return {}
     # An emulator needs no credentials, but without a token obstore would request one from Google.
-    names = (
-        "GOOGLE_APPLICATION_CREDENTIALS",
-        "GOOGLE_SERVICE_ACCOUNT",
-        "GOOGLE_SERVICE_ACCOUNT_PATH",
-        "GOOGLE_BEARER_TOKEN",
-    )
-    token = {} if any(map(environ.get, names)) else {"bearer_token": "emulator"}
+    names = ("APPLICATION_CREDENTIALS", "SERVICE_ACCOUNT", "SERVICE_ACCOUNT_PATH", "BEARER_TOKEN")
+    token = {} if any(os.environ.get(f"GOOGLE_{name}") for name in names) else {"bearer_token": "emulator"}
     return {"base_url": endpoint, **token}
 
 
-def _az(environ: Mapping[str, str]) -> dict[str, Any]:
-    parts = [part.partition("=") for part in environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";")]
+def _az() -> dict[str, Any]:
+    parts = [part.partition("=") for part in os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";")]
     pairs = {name: value for name, _, value in parts}
     settings = {
-        "account_name": environ.get("AZURE_STORAGE_ACCOUNT") or pairs.get("AccountName"),
-        "account_key": environ.get("AZURE_STORAGE_KEY") or pairs.get("AccountKey"),
-        "sas_key": environ.get("AZURE_STORAGE_SAS_TOKEN") or pairs.get("SharedAccessSignature"),
-        "endpoint": environ.get("AZURE_STORAGE_ENDPOINT") or pairs.get("BlobEndpoint"),
+        "account_name": os.environ.get("AZURE_STORAGE_ACCOUNT") or pairs.get("AccountName"),
+        "account_key": os.environ.get("AZURE_STORAGE_KEY") or pairs.get("AccountKey"),
+        "sas_key": os.environ.get("AZURE_STORAGE_SAS_TOKEN") or pairs.get("SharedAccessSignature"),
+        "endpoint": os.environ.get("AZURE_STORAGE_ENDPOINT") or pairs.get("BlobEndpoint"),
     }
     return {name: value for name, value in settings.items() if value}

@@ -8,7 +8,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -35,14 +35,23 @@ CREDENTIALS = {
 
 @dataclass(frozen=True)
 class ErrorRule:
-    """The meaning of one kind of errors.
-
-    The texts have fields: {bucket}, {at}, {named}, {credentials}, {endpoint}, {proxy}.
-    """
+    """The meaning of one kind of errors. The texts have fields: {bucket}, {at}, {named}, {credentials}, {endpoint},
+    {proxy}."""
 
     kind: type[StoreError] | None
+    """The class to raise; None for a temporary error, which is retried."""
     cause: str
     fix: str
+
+
+@dataclass(frozen=True)
+class Failure(ErrorRule):
+    """The meaning of an error, with the fields of its texts filled in."""
+
+    is_vague: bool
+    """Whether a request with a response body may give more details."""
+    is_of_bucket: bool
+    """Whether it applies to all objects of the bucket."""
 
 
 BUSY = ErrorRule(None, "the server answers that it is busy{named}", "look at the state of the server{at}")
@@ -84,26 +93,24 @@ NO_STORE = ErrorRule(
 LOST = "check the network{proxy} and {endpoint}; a larger store_timeout waits longer"
 
 
-def _rules(rule: ErrorRule, codes: str) -> Iterable[tuple[str, ErrorRule]]:
-    return ((code, rule) for code in codes.split())
-
-
-BY_CODE = dict(
-    [
-        *_rules(BUSY, "RequestTimeout SlowDown InternalError ServiceUnavailable OperationAborted ServerBusy"),
-        *_rules(BUSY, "OperationTimedOut ConditionalRequestConflict Throttling ThrottlingException NoSuchUpload"),
-        *_rules(BUSY, "RequestThrottled TooManyRequests InvalidBlockList"),
-        *_rules(NO_BUCKET, "NoSuchBucket ContainerNotFound InvalidBucketName"),
-        *_rules(NO_OBJECT, "NoSuchKey BlobNotFound"),
-        *_rules(CLOCK, "RequestTimeTooSkewed RequestExpired"),
-        *_rules(KEY_UNKNOWN, "InvalidAccessKeyId"),
-        *_rules(KEY_WRONG, "SignatureDoesNotMatch AuthenticationFailed InvalidAuthenticationInfo"),
-        *_rules(EXPIRED, "ExpiredToken TokenRefreshRequired InvalidToken"),
-        *_rules(OTHER_REGION, "AuthorizationHeaderMalformed PermanentRedirect TemporaryRedirect IncorrectEndpoint"),
-        *_rules(OTHER_REGION, "IllegalLocationConstraintException"),
-        *_rules(NO_RIGHTS, "AccessDenied AllAccessDisabled AuthorizationFailure AuthorizationPermissionMismatch"),
-    ]
-)
+BY_CODE = {
+    code: rule
+    for rule, codes in (
+        (BUSY, "RequestTimeout SlowDown InternalError ServiceUnavailable OperationAborted ServerBusy OperationTimedOut "
+               "ConditionalRequestConflict Throttling ThrottlingException NoSuchUpload RequestThrottled "
+               "TooManyRequests InvalidBlockList"),
+        (NO_BUCKET, "NoSuchBucket ContainerNotFound InvalidBucketName"),
+        (NO_OBJECT, "NoSuchKey BlobNotFound"),
+        (CLOCK, "RequestTimeTooSkewed RequestExpired"),
+        (KEY_UNKNOWN, "InvalidAccessKeyId"),
+        (KEY_WRONG, "SignatureDoesNotMatch AuthenticationFailed InvalidAuthenticationInfo"),
+        (EXPIRED, "ExpiredToken TokenRefreshRequired InvalidToken"),
+        (OTHER_REGION, "AuthorizationHeaderMalformed PermanentRedirect TemporaryRedirect IncorrectEndpoint "
+                       "IllegalLocationConstraintException"),
+        (NO_RIGHTS, "AccessDenied AllAccessDisabled AuthorizationFailure AuthorizationPermissionMismatch"),
+    )
+    for code in codes.split()
+}  # fmt: skip
 BY_STATUS = {
     301: OTHER_REGION, 307: OTHER_REGION, 401: NO_RIGHTS, 403: NO_RIGHTS, 404: NO_OBJECT, 412: CONDITION, 416: SHORT,
     429: BUSY, 501: NO_STORE,
@@ -125,24 +132,6 @@ BY_TEXT = {
     "kind: Connect": ErrorRule(None, "the endpoint{at} cannot be reached", LOST),
     "": ErrorRule(None, "the connection to the endpoint{at} broke", LOST),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """The meaning of an error.
-
-    Attributes:
-        kind: the class to raise; None for a temporary error, which is retried.
-        cause, fix: for the message.
-        is_vague: whether a request with a response body may give more details.
-        is_of_bucket: whether it applies to all objects of the bucket.
-    """
-
-    kind: type[StoreError] | None
-    cause: str
-    fix: str
-    is_vague: bool = False
-    is_of_bucket: bool = False
 
 
 def failure_of(error: Exception, url: ObjectUrl) -> Failure:
@@ -195,16 +184,12 @@ T = TypeVar("T")
 
 
 class Retries:
-    """The retries of one store. Thread-safe.
-
-    Attributes:
-        timeout_s: seconds after the first try of an operation in which it is retried.
-        has_answered: whether an operation of the store has succeeded yet.
-    """
+    """The retries of one store, for `timeout_s` after the first try of an operation. Thread-safe."""
 
     def __init__(self, timeout_s: float, meaning: Callable[[Exception, ObjectUrl], Failure]) -> None:
         self.timeout_s = timeout_s
         self.has_answered: bool = False
+        """Whether an operation of the store has succeeded yet."""
         self._meaning = meaning
         self._lock = threading.Lock()
         self._logged = -float("inf")
@@ -212,14 +197,8 @@ class Retries:
     def run(self, operation: str, url: ObjectUrl, call: Callable[[int], T], span: tuple[int, int] | None = None) -> T:
         """The result of `call`, which gets the number of earlier tries, and raises obstore's errors or ShortBodyError.
 
-        Args:
-            operation: a verb, for messages.
-            url: the address of the object.
-            call: the operation, which must be safe to repeat.
-            span: the requested bytes of the object, from and to (exclusive); None for all.
-
-        Raises:
-            StoreError: of the class for the failure; StoreTimeoutError at the time limit.
+        It must be safe to repeat. `operation`, a verb, and `span`, the bytes of the object, from and to (exclusive),
+        are for messages. Raises StoreError of the class for the failure, StoreTimeoutError at the time limit.
         """
         begin, tries = time.monotonic(), 0
         while True:

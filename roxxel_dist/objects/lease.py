@@ -44,10 +44,8 @@ class LeaseLostError(RuntimeError):
 
 
 class Lease:
-    """A lease that this process holds while the context is open. Create it with `take`.
-
-    Its age is measured by the store's clock, so hosts with different clocks agree.
-    """
+    """A lease that this process holds while the context is open. Create it with `take`. Its age is measured by the
+    store's clock, so hosts with different clocks agree."""
 
     def __init__(
         self, store: "ObjectStore", key: str, record: dict[str, Any], etag: str, began: float, *, conditions: bool
@@ -84,9 +82,7 @@ class Lease:
             wait_s: how long to wait for an owner that renews it.
             log: prints a line for the user.
 
-        Raises:
-            LeaseHeldError: the owner renews it; the message has the owner and the age.
-            StoreError: the store cannot be read or written.
+        Raises LeaseHeldError: the owner renews it; the message has the owner and the age. StoreError: the store fails.
         """
         conditions = store.supports_conditions()
         if not conditions:
@@ -151,7 +147,7 @@ class Lease:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the start of the last successful renewal."""
+        """The seconds since the start of the last successful renewal."""
         return time.monotonic() - self._renewed
 
     def check(self) -> None:

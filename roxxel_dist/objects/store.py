@@ -1,7 +1,7 @@
 """Objects below a prefix of a bucket: read, written, listed and deleted, with retries inside a time limit."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,30 +35,19 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectInfo:
-    """The metadata of an object.
-
-    Attributes:
-        key: its key below the prefix of the store.
-        size: bytes.
-        etag: without quotes; it changes when the object is written again.
-        modified: seconds since 1970, by the server's clock.
-    """
+    """The metadata of an object, by its key below the prefix of the store."""
 
     key: str
     size: int
     etag: str
+    """Without quotes; it changes when the object is written again."""
     modified: float
+    """Seconds since 1970, by the server's clock."""
 
 
 class ObjectStore:
-    """A prefix in a bucket. Thread-safe, but a forked process must open its own store.
-
-    Each operation is retried until `timeout_s` after its first try, and then raises; see `objects.errors`.
-
-    Attributes:
-        url: the address of the prefix.
-        timeout_s: seconds for which an operation is retried.
-    """
+    """A prefix in a bucket. Thread-safe, but a forked process must open its own store. Each operation is retried until
+    `timeout_s` after its first try, and then raises; see `objects.errors`."""
 
     def __init__(self, url: ObjectUrl, reads: Any, uploads: Any, timeout_s: float) -> None:
         self.url = url
@@ -72,10 +61,8 @@ class ObjectStore:
     def open(cls, url: "str | os.PathLike[str] | ObjectUrl", *, timeout_s: float = TIMEOUT_S) -> "ObjectStore":
         """The store at an address. No request is made.
 
-        Raises:
-            ValueError: `url` is not the address of objects, or `timeout_s` is not positive.
-            MissingLibraryError: obstore is not installed.
-            StoreDeniedError: the credential settings are not usable.
+        Raises ValueError: `url` is not the address of objects, or `timeout_s` is not positive. MissingLibraryError:
+        obstore is not installed. StoreDeniedError: the credential settings are not usable.
         """
         if not timeout_s > 0:
             raise UserError(f"store_timeout is {timeout_s}: it must be a number of seconds above 0")
@@ -88,26 +75,16 @@ class ObjectStore:
         return f"ObjectStore({str(self.url)!r})"
 
     def head(self, key: str) -> ObjectInfo:
-        """The metadata of an object.
-
-        Raises:
-            StoreNotFoundError: there is none.
-        """
+        """The metadata of an object. Raises StoreNotFoundError: there is none."""
         from obstore import head
 
         meta = self._run("look at", key, lambda path: head(self._reads, path))
         return self._info(meta)
 
     def read(self, key: str, *, etag: str | None = None) -> bytes:
-        """A whole object.
+        """A whole object, of the version `etag` where that is given.
 
-        Args:
-            key: its key below the prefix.
-            etag: the required version.
-
-        Raises:
-            StoreNotFoundError: there is none.
-            StorePreconditionError: it is another one than `etag` says.
+        Raises StoreNotFoundError: there is none. StorePreconditionError: it is another one than `etag` says.
         """
         from obstore import get
 
@@ -125,11 +102,8 @@ class ObjectStore:
     def read_range(self, key: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
         """Bytes `start` to `stop` (exclusive) of an object, exactly that many.
 
-        Raises:
-            ValueError: the range is empty or negative.
-            StoreNotFoundError: there is no such object.
-            StorePreconditionError: it has another etag than `etag`.
-            StoreError: the object ends before `stop`.
+        Raises ValueError: the range is empty or negative. StoreNotFoundError: there is no such object.
+        StorePreconditionError: it has another etag than `etag`. StoreError: the object ends before `stop`.
         """
         from obstore import get
 
@@ -145,11 +119,9 @@ class ObjectStore:
 
         return self._run("read", key, call, (start, stop))
 
-    def read_ranges(
-        self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None, threads: int = THREADS
-    ) -> list[bytes]:
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None) -> Sequence[bytes]:
         """Several ranges of an object, in parallel, one request each; see `read_range`."""
-        return list(self._parallel(lambda span: self.read_range(key, *span, etag=etag), ranges, threads))
+        return self._parallel(lambda span: self.read_range(key, *span, etag=etag), ranges, THREADS)
 
     def list_folder(self, folder: str = "") -> tuple[list[ObjectInfo], list[str]]:
         """The objects directly in a folder, and the names of the folders in it, both sorted: what lies deeper is not
@@ -163,7 +135,7 @@ class ObjectStore:
         return sorted(infos, key=lambda info: info.key), sorted(names)
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
-        """All objects below a prefix of whole key parts: "a" includes a/b, but not ab. Sorted by key."""
+        """The objects below a prefix of whole key parts: "a" includes a/b, but not ab. Sorted by key."""
         from obstore import list as pages
 
         infos: dict[str, ObjectInfo] = {}
@@ -182,15 +154,8 @@ class ObjectStore:
     def write(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
         """Write an object, whole or not at all, and return its etag.
 
-        Args:
-            key: its key below the prefix.
-            data: its contents.
-            if_absent: only if there is no such object.
-            if_match: only if the object has this etag.
-                Some stores accept conditions but ignore them: see `supports_conditions`.
-
-        Raises:
-            StorePreconditionError: the condition failed.
+        With `if_absent` only if there is no such object, with `if_match` only if it has this etag. Some stores accept
+        conditions but ignore them: see `supports_conditions`. Raises StorePreconditionError: the condition failed.
         """
         if len(data) > MULTIPART and not if_absent and if_match is None:
             return self._upload(key, data, len(data))
@@ -218,9 +183,8 @@ class ObjectStore:
     def download(self, key: str, path: Path, *, etag: str | None = None) -> None:
         """Write an object as a file, whole or not at all: under a hidden name beside it, fsynced, renamed.
 
-        Raises:
-            StoreNotFoundError: there is none.
-            StorePreconditionError: it has another etag than `etag`, or was replaced meanwhile.
+        Raises StoreNotFoundError: there is none. StorePreconditionError: it has another etag than `etag`, or was
+        replaced meanwhile.
         """
         info = self.head(key)
         etag = etag or info.etag
@@ -235,8 +199,7 @@ class ObjectStore:
                         done = os.pwrite(file, view, at)
                         view, at = view[done:], at + done
 
-                for _ in self._parallel(fetch, _parts(info.size), THREADS // 2):
-                    pass
+                self._parallel(fetch, _parts(info.size), THREADS // 2)
                 os.fsync(file)
             finally:
                 os.close(file)
@@ -254,8 +217,7 @@ class ObjectStore:
             with suppress(StoreNotFoundError):
                 self._run("delete", key, lambda path: delete(self._reads, path))
 
-        for _ in self._parallel(one, keys, THREADS):
-            pass
+        self._parallel(one, keys, THREADS)
 
     def supports_conditions(self) -> bool:
         """Whether the store obeys `if_absent` and `if_match`; tested once, with a small object that is deleted
@@ -343,14 +305,13 @@ class ObjectStore:
 
         return self._run("write", key, call)
 
-    def _parallel(self, call: Callable[[T], S], values: Sequence[T], threads: int) -> Iterator[S]:
+    def _parallel(self, call: Callable[[T], S], values: Sequence[T], threads: int) -> Sequence[S]:
         """`call` of each value, in their order; the first error ends it."""
-        if len(values) < 2 or threads < 2:
-            yield from map(call, values)
-            return
+        if len(values) < 2:
+            return list(map(call, values))
         pool = ThreadPoolExecutor(min(threads, len(values)))
         try:
-            yield from pool.map(call, values)
+            return list(pool.map(call, values))
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -24,13 +24,8 @@ def as_written(path: "str | os.PathLike[str]") -> str:
 
 @dataclass(frozen=True)
 class ObjectUrl:
-    """The address of an object or of a prefix.
-
-    Attributes:
-        scheme: s3, gs or az.
-        bucket: the bucket (of az: the container).
-        key: the key, without a slash at either end; "" is the bucket itself.
-    """
+    """The address of an object or of a prefix: s3, gs or az, the bucket (of az: the container), and the key, without a
+    slash at either end; "" is the bucket itself."""
 
     scheme: str
     bucket: str
@@ -38,11 +33,7 @@ class ObjectUrl:
 
     @classmethod
     def parse(cls, text: "str | os.PathLike[str] | ObjectUrl") -> "ObjectUrl":
-        """Parse an address.
-
-        Raises:
-            ValueError: no known scheme, no bucket, or a key with an empty part, "." or "..".
-        """
+        """Parse an address. Raises ValueError: no known scheme, no bucket, or a key with an empty part, "." or ".."."""
         if isinstance(text, ObjectUrl):
             return text
         match = ANY_URL.fullmatch(str(text))
@@ -77,11 +68,8 @@ class ObjectUrl:
 
 
 def checked_key(key: str) -> str:
-    """The key, if every store and a local folder support it.
-
-    Raises:
-        ValueError: an empty part, "." or "..", or a control character.
-    """
+    """The key, if every store and a local folder support it. Raises ValueError: an empty part, "." or "..", or a
+    control character."""
     if any(part in ("", ".", "..") for part in key.split("/")) or re.search(r"[\x00-\x1f\x7f]", key):
         rule = "no part between slashes may be empty, '.' or '..', and control characters are not allowed"
         raise UserError(f"the key {key!r} cannot be used: {rule}")

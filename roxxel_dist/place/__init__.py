@@ -1,1 +1,1 @@
-"""Where a run lies: its folder, on a disk or in a bucket."""
+"""The place of a run: its folder, on a disk or in a bucket."""

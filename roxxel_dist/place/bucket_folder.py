@@ -15,6 +15,7 @@ from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, TABLE
 from roxxel_dist.data.files.discovery import ENDING
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.url import ObjectUrl, is_url
+from roxxel_dist.place.directory import CONFIG, DATA, LOGS, TOKENIZER
 from roxxel_dist.process.durable import cache_folder, make_folder, write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.file_lock import LOCK, is_held
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectInfo
 
 LEASE = "run.lease"
-CONFIG, TOKENIZER, DATA, LOGS = "config.yaml", "tokenizer.json", "data", "logs"
 NOT_FETCHED = ("profile/", "plots/")
 """Folders of a run that training never reads again, so they are not fetched; nor are hidden files."""
 AT_ONCE = 16 << 20

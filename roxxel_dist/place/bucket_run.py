@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,12 @@ from roxxel_dist.checkpoint.metadata import CHECKPOINTS
 from roxxel_dist.checkpoint.remote import RemoteCheckpoints
 from roxxel_dist.cluster.distributed import is_primary, process_index
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
-from roxxel_dist.place.bucket_folder import AT_ONCE, DATA, LEASE, LOGS, BucketFolder, FileState, state_of
+from roxxel_dist.place.bucket_folder import AT_ONCE, LEASE, BucketFolder, FileState, state_of
+from roxxel_dist.place.directory import DATA, LOGS
 from roxxel_dist.process.durable import ANSWER, REQUEST, SAVE_FOLDER, save_mailbox
 
 if TYPE_CHECKING:
+    from roxxel_dist.objects.lease import Lease
     from roxxel_dist.objects.store import ObjectStore
 
 INTERVAL_S = 3.0
@@ -39,11 +42,8 @@ log: logging.Logger = logging.getLogger("roxxel_dist.objects")
 class RunMirror:
     """Sends the files of a local run directory to the prefix of the run, from a thread of its own.
 
-    Args:
-        store: the prefix of the run.
-        folder: the local run directory.
-        is_mine: whether this rank sends a file, by its name below the folder.
-        serves: whether requests to save are taken from the bucket, and answered there; on one rank.
+    `is_mine` says whether this rank sends a file, by its name below the folder; the one rank that `serves` takes
+    requests to save from the bucket, and answers them there.
     """
 
     def __init__(self, store: ObjectStore, folder: Path, is_mine: Callable[[str], bool], *, serves: bool) -> None:
@@ -58,7 +58,7 @@ class RunMirror:
         """By file, the error of the disk that kept it from being sent, and is logged."""
         self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
 
-    def fetched(self, name: str, state: FileState | None) -> None:
+    def note_fetched(self, name: str, state: FileState | None) -> None:
         """Note that the object of a name is what the local file was in a state; None: an older state of it, or none."""
         self._sent[name] = state, 0.0
 
@@ -167,33 +167,17 @@ class RunMirror:
                 self._serving.remove(name)
 
 
-if TYPE_CHECKING:
-    from roxxel_dist.objects.lease import Lease
-
-
 class BucketRun(BucketFolder):
-    """A run below a prefix of a bucket, to be trained, or to be read with its checkpoints.
+    """A run below a prefix of a bucket, to be trained, or to be read with its checkpoints; made as a `BucketFolder`."""
 
-    Args and errors are those of `BucketFolder`.
+    _lease: Lease | None = None
+    _mirror: RunMirror | None = None
 
-    Attributes:
-        checkpoints: those of the run.
-    """
-
-    def __init__(
-        self,
-        url: str | os.PathLike[str],
-        local_dir: str | Path | None = None,
-        *,
-        read_only: bool = False,
-        timeout_s: float | None = None,
-    ) -> None:
-        super().__init__(url, local_dir, read_only=read_only, timeout_s=timeout_s)
-        self.checkpoints: RemoteCheckpoints = RemoteCheckpoints(
-            self._store, self.folder / CHECKPOINTS, before_table=self._before_table, check_run=self.check
-        )
-        self._lease: Lease | None = None
-        self._mirror: RunMirror | None = None
+    @cached_property
+    def checkpoints(self) -> RemoteCheckpoints:
+        """The checkpoints of the run."""
+        folder = self.folder / CHECKPOINTS
+        return RemoteCheckpoints(self._store, folder, before_table=self._before_table, check_run=self.check)
 
     def take(self) -> None:
         """Take the lease, on rank 0, so that no other process trains in the run, and fetch the newest files.
@@ -219,7 +203,7 @@ class BucketRun(BucketFolder):
         self._mirror = RunMirror(self._store, self.folder, is_mine, serves=is_primary())
         for name, state in self._fetched.items():
             if is_mine(name):
-                self._mirror.fetched(name, state)
+                self._mirror.note_fetched(name, state)
         self._mirror.flush()
         self._mirror.start()
 

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from itertools import chain, count
 from pathlib import Path, PosixPath
 from typing import Any, Self
@@ -22,35 +23,19 @@ from roxxel_dist.process.file_lock import is_held as lock_is_held
 from roxxel_dist.utils.voice import argument
 
 RUN_FILES = (
-    "config.yaml",
-    "tokenizer.json",
-    "model_summary.json",
-    CURSOR,
-    "training_log.csv",
-    "metrics.jsonl",
-    "timeline.jsonl",
-    "model_weights.msgpack",
-    "best_model_weights.msgpack",
-    "wandb.json",
-    "plots/loss.png",
-)
+    "config.yaml", "tokenizer.json", "model_summary.json", CURSOR, "training_log.csv", "metrics.jsonl",
+    "timeline.jsonl", "model_weights.msgpack", "best_model_weights.msgpack", "wandb.json", "plots/loss.png",
+)  # fmt: skip
 """Files that a run replaces, or drops rows from."""
 IN_FOLDERS = (
-    "checkpoints/[0-9]*",
-    "checkpoints/*.orbax-checkpoint-tmp*",
-    "data/*.rox",
-    "data/tokenizer.json",
-    "data/build.json",
-)
+    "checkpoints/[0-9]*", "checkpoints/*.orbax-checkpoint-tmp*", "data/*.rox", "data/tokenizer.json", "data/build.json",
+)  # fmt: skip
 """What a run takes for its own in its folders, and deletes; it only adds to others, such as `logs`."""
-STUDY = "study.yaml"
 
 
 def check_run_folder(run: Path, name: str = "") -> None:
     """Raises UserError where a run in the folder would damage files that no run made. Messages call the folder `name`.
-
-    A folder that does not exist, an empty one, one with other files, such as notes, and that of a run are fine.
-    """
+    A folder that does not exist, an empty one, one with other files, such as notes, and that of a run are fine."""
     name = name or str(run)
     others = chain(["runs/first"], map("runs/run_{}".format, count(2)))
     other = next(place for place in others if not os.path.exists(place))
@@ -61,7 +46,7 @@ def check_run_folder(run: Path, name: str = "") -> None:
         raise UserError(f"run_dir is {name}, {what}: name a folder for this run alone, such as {other}")
     names = sorted(path.name for path in run.iterdir() if path.suffix in ENDINGS and path.is_file())
     names += [f"{part}/{file.name}" for part in ("train", "val") for file in (run / part).glob("*.rox")]
-    what = "a data set" if names else "a study" if (run / STUDY).exists() else ""
+    what = "a data set" if names else "a study" if (run / DEFINITION).exists() else ""
     if not names and not what and not (run / LOCK).exists():  # with it, they may be of a run that ended at its start
         names = [name for name in RUN_FILES if os.path.lexists(run / name)]
         inside = dict.fromkeys(path for pattern in IN_FOLDERS for path in sorted(run.glob(pattern)))
@@ -69,7 +54,7 @@ def check_run_folder(run: Path, name: str = "") -> None:
     elif (run / RUN_FILES[0]).exists():  # a run writes its cursor before its config
         names = [RUN_FILES[0], *names]
     if what or names:
-        found = ", ".join(names[:3]) or STUDY
+        found = ", ".join(names[:3]) or DEFINITION
         text = f"holds {what} ({found})" if what else f"has {found}, which no run made and a run would replace"
         config, cure = run / RUN_FILES[0], ""
         if not what and config.is_file() and (not (data := config.read_bytes()) or b"\nrecord:\n" in data):
@@ -107,7 +92,7 @@ class RunResult(PosixPath):
     """The last finished step."""
 
     @classmethod
-    def of_step(cls, run: Path, step: int, *, stopped: bool) -> Self:
+    def of_step(cls, run: Path, step: int | None, *, stopped: bool) -> Self:
         """The result of a training run."""
         result = cls(run)
         result.stopped, result.step = stopped, step
@@ -115,7 +100,7 @@ class RunResult(PosixPath):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies, and pickles, keep how the training ended."""
-        return _run_result, (str(self), self.stopped, self.step)
+        return partial(RunResult.of_step, stopped=self.stopped), (Path(*self.parts), self.step)
 
     def with_segments(self, *segments: Any) -> Path:
         """A path below or beside it, as a plain path."""
@@ -126,12 +111,6 @@ class RunResult(PosixPath):
         if self.step is None:
             return repr(Path(self))
         return f"<run {self}: {'stopped' if self.stopped else 'ended'} after step {self.step}>"
-
-
-def _run_result(path: str, stopped: bool, step: int | None) -> RunResult:
-    result = RunResult(path)
-    result.stopped, result.step = stopped, step
-    return result
 
 
 class RunDirectory:
@@ -147,11 +126,8 @@ class RunDirectory:
         self._release_folder: Callable[[], None] = lambda: None
 
     def claim(self, resume: bool) -> None:
-        """Make the folder and hold it until `release`.
-
-        Raises ValueError if it is not a folder, cannot be written, is held, has files that no run made and a run would
-        replace, or has a run and `resume` is off.
-        """
+        """Make the folder and hold it until `release`. Raises ValueError if it is not a folder, cannot be written, is
+        held, has files that no run made and a run would replace, or has a run and `resume` is off."""
         if os.path.exists(self.path) and not self.path.is_dir():
             raise UserError(f"run_dir is {self.path}, a file: name a folder")
         self.check_new(resume)
@@ -257,10 +233,8 @@ def _must_be_finished(path: Path) -> bool:
 
 
 def check_still_there(run: Path) -> None:
-    """Raises FileNotFoundError for a run without a config.yaml, if this job has done steps in it.
-
-    Otherwise a new run would begin in the folder of a file system that is not mounted.
-    """
+    """Raises FileNotFoundError for a run without a config.yaml, if this job has done steps in it. Otherwise a new run
+    would begin in the folder of a file system that is not mounted."""
     step = int(os.environ.get(REACHED_ENV) or 0)
     if step and not (run / CONFIG).is_file():
         raise MissingFileError(f"{run / CONFIG} is not there, and this job has reached step {step} in {run}")
@@ -285,10 +259,8 @@ def is_of_program(folder: Path) -> bool:
 
 
 def no_run(folder: Path, name: str = "") -> str:
-    """The message for a folder that is not a usable run: it suggests the closest run, or lists those beside it.
-
-    `name` is the user's text, if that is not a folder.
-    """
+    """The message for a folder that is not a usable run: it suggests the closest run, or lists those beside it. `name`
+    is the user's text, if that is not a folder."""
     if is_url(name):
         return f"{name} is not a run: there is no {name}/{CONFIG}; check the address"
     if is_study(folder):

@@ -21,16 +21,15 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
 
 if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectStore
     from roxxel_dist.place.bucket_run import BucketRun
 
 RunName = str | os.PathLike[str]
 
 
 def bucket_url(name: RunName | None) -> ObjectUrl | None:
-    """The address of a run, or of a study, in a bucket; None for a folder and for no name.
-
-    Raises UserError for an address that names no bucket.
-    """
+    """The address of a run, or of a study, in a bucket; None for a folder and for no name. Raises UserError for an
+    address that names no bucket."""
     return ObjectUrl.parse(name) if name and is_url(name) else None
 
 
@@ -44,15 +43,13 @@ def bucket_folder(run: RunName, local_dir: str | Path | None = None, *, read_onl
     return BucketFolder(run, local_dir, read_only=read_only) if is_url(run) else None
 
 
-def bucket_run(
-    run: RunName, local_dir: str | Path | None = None, *, read_only: bool = True, timeout_s: float | None = None
-) -> BucketRun | None:
-    """A run in a bucket with its checkpoints, for which jax is imported; None where the run is a folder."""
+def bucket_run(run: RunName) -> BucketRun | None:
+    """A run in a bucket with its checkpoints, to be read: jax is imported for it. None where the run is a folder."""
     if not is_url(run):
         return None
     from roxxel_dist.place.bucket_run import BucketRun
 
-    return BucketRun(run, local_dir, read_only=read_only, timeout_s=timeout_s)
+    return BucketRun(run, read_only=True)
 
 
 def local_run(run: RunName, local_dir: str | Path | None = None, *, read_only: bool = True) -> Path:
@@ -60,10 +57,6 @@ def local_run(run: RunName, local_dir: str | Path | None = None, *, read_only: b
     bucket = bucket_folder(run, local_dir, read_only=read_only)
     return Path(run) if bucket is None else bucket.pull()
 
-
-if TYPE_CHECKING:
-    from roxxel_dist.objects.store import ObjectStore
-    from roxxel_dist.objects.url import ObjectUrl
 
 POLL_S, BUCKET_POLL_S = 0.1, 1.0
 
@@ -75,10 +68,8 @@ class NotSaved(Exception):
 def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
     """Have the job that trains in `run` save within two seconds or steps, wait until that is on disk; returns the step.
 
-    Raises:
-        ValueError: `run` is not a run directory or the address of a run, or no job trains there.
-        OSError: `run` cannot be written.
-        NotSaved: the job failed to save, ended, or did not answer in time.
+    Raises ValueError: `run` is not a run directory or the address of a run, or no job trains there. OSError: `run`
+    cannot be written. NotSaved: the job failed to save, ended, or did not answer in time.
     """
     if (url := bucket_url(run)) is not None:
         return _ask_through_bucket(url, timeout_s)

@@ -147,32 +147,21 @@ def build_components(
     optimizer = build_optimizer(config, build)
     validation = open_data_sets(config, "validation", data)
     check_vocabularies({"self": data, **curriculum.mix_streamers, **validation}, vocab_size)
+    loss = token_losses if config.loss is None else import_function("loss", config.loss)
+    fsdp = config.fsdp and config.fsdp_devices != 1  # else it would cut over "data", as on a user's mesh without "fsdp"
+    options = dataclasses.replace(config.part(LoopOptions), val_fraction=0.0, fsdp=fsdp)
     return RunComponents(
-        config=config,
-        vocab_size=vocab_size,
-        build=build,
-        loss=token_losses if config.loss is None else import_function("loss", config.loss),
-        optimizer=optimizer,
-        curriculum=curriculum,
-        validation=validation or {HELD_OUT: held_out},
-        data=data,
-        grad_accum=config.grad_accum,
-        kernel=kernel,
-        # Else it would cut over "data", as on a user's mesh without devices along "fsdp".
-        options=dataclasses.replace(
-            config.part(LoopOptions), val_fraction=0.0, fsdp=config.fsdp and config.fsdp_devices != 1
-        ),
-        devices=devices,
-    )
+        config=config, vocab_size=vocab_size, build=build, loss=loss, optimizer=optimizer, curriculum=curriculum,
+        validation=validation or {HELD_OUT: held_out}, data=data, grad_accum=config.grad_accum, kernel=kernel,
+        options=options, devices=devices,
+    )  # fmt: skip
 
 
 def open_tasks(
     config: Config, tokenizer: Tokenizer | None, patterns: Sequence[str] | None = None, field: str = "eval_tasks"
 ) -> tuple[Task, ...]:
-    """The evaluation tasks of a run, or those that `patterns`, given by `field`, name instead.
-
-    Raises ValueError for a file that breaks its rule, and where the data has no tokenizer.
-    """
+    """The evaluation tasks of a run, or those that `patterns`, given by `field`, name instead. Raises ValueError for a
+    file that breaks its rule, and where the data has no tokenizer."""
     named = config.eval_tasks if patterns is None else patterns
     if not named:
         return ()

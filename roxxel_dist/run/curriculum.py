@@ -104,10 +104,8 @@ def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
 
 
 def open_data_sets(config: Config, field: SetField, data: Roxxel) -> dict[str, Roxxel]:
-    """The data sets in `datasets` or `validation`, without "self", which is `data`.
-
-    Raises ValueError if a path has no data set, or one made with another tokenizer than `data`.
-    """
+    """The data sets in `datasets` or `validation`, without "self", which is `data`. Raises ValueError if a path has no
+    data set, or one made with another tokenizer than `data`."""
     remote = config.part(RemoteConfig)
     paths = shard_paths(config, field)
     sets = {name: Roxxel(path, dtype=config.data_dtype, remote=remote) for name, path in paths.items()}
@@ -139,7 +137,7 @@ SHOWN = 60
 
 
 def saved_metadata(run: Path) -> CheckpointMetadata | None:
-    """What the newest checkpoint of a run says; None without a checkpoint."""
+    """The metadata of the newest checkpoint of a run; None without a checkpoint."""
     return _metadata_of(_newest(run))
 
 

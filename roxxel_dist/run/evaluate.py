@@ -117,7 +117,7 @@ def evaluate(
         if saved.get("deterministic"):
             determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
-    determinism.pin_threads(RunMetadata.of_saved(saved).pjrt_nproc)
+    determinism.pin_threads(RunMetadata.from_config(saved).pjrt_nproc)
     make_devices()
     determinism.enable_compilation_cache()
     with contextlib.ExitStack() as held:
@@ -136,7 +136,7 @@ def evaluate(
             if eval_iters is not None:
                 config = dataclasses.replace(config, eval_iters=eval_iters)
             config = _with_kernel(config, plan, saved)
-            tokenizer = _tokenizer(folder, data)
+            tokenizer = Tokenizer.load(folder / TOKENIZER) if (folder / TOKENIZER).exists() else data.tokenizer
             found = open_tasks(config, tokenizer, tasks, "eval_tasks" if tasks is None else "--tasks")
             components, sets = _components(config, data, plan, validation, folder, needed=not found)
             compiler = AotCompiler(evaluation_mesh(components))
@@ -167,15 +167,8 @@ def evaluate(
 
 
 def evaluate_range(run: str | Path, **options: Any) -> list[Evaluation]:
-    """`evaluate` of each checkpoint that RUN@A:B or RUN@A,B,C names, in the order of their steps.
-
-    Args:
-        run: RUN@A:B, all kept checkpoints from step A to B, or RUN@A,B,C.
-        options: those of `evaluate`.
-
-    Raises:
-        UserError: no such checkpoint is kept, or an error of `evaluate`.
-    """
+    """Evaluate each kept checkpoint that RUN@A:B or RUN@A,B,C names, in the order of their steps, with the options of
+    `evaluate`. Raises UserError: no such checkpoint is kept, or an error of `evaluate`."""
     named = CheckpointRange.parse(run)
     if named is None:
         raise UserError(f"RUN is {run}: it must name several checkpoints, as RUN@1000:2000 or RUN@1000,1500,2000")
@@ -282,7 +275,7 @@ def _measures(
     # Without an optimizer moments are not read: it takes the memory of the weights alone.
     options = StepOptions.of_run(components.options)
     steps = make_steps(components.build, components.loss, None, compiler.mesh, options)
-    load = None if base is None else functools.partial(load_base_params, base.at(components.options.init_from))
+    load = None if base is None else functools.partial(load_base_params, base.resolve(components.options.init_from))
     state, hparams = steps.init(restored=True, load=load)
     train, split = components.curriculum.primary_streamer, steps.split
     model = split.merge(state.params, state.rest, hparams, training=False)
@@ -290,11 +283,6 @@ def _measures(
     evaluator = Validation.of_steps(sets, train, steps, model, compiler, rows)
     scores = TaskScores(tasks, split, compiler, steps.sharding, plan.shapes, options.compute_dtype)
     return state, hparams, evaluator, scores
-
-
-def _tokenizer(run: Path, data: Roxxel) -> Tokenizer | None:
-    """That of the run, else that of the data."""
-    return Tokenizer.load(run / TOKENIZER) if (run / TOKENIZER).exists() else data.tokenizer
 
 
 def evaluation_mesh(components: RunComponents) -> Mesh:

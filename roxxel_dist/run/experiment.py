@@ -59,7 +59,7 @@ SAMPLE_AFTER_S = 30.0
 
 
 class Experiment:
-    """One run of a `Config`, on however many processes this one belongs to.
+    """A run of a `Config`, on however many processes this one belongs to.
 
     Args:
         config: a `Config`; later changes to it have no effect.
@@ -127,7 +127,7 @@ class Experiment:
 
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
         with usage_errors():
-            pin_for_run(self.config.virtual_shards, RunMetadata.of_saved(past.config).pjrt_nproc)
+            pin_for_run(self.config.virtual_shards, RunMetadata.from_config(past.config).pjrt_nproc)
         make_devices()
         named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
         run = Path(named) if bucket is None else bucket.folder  # may differ between hosts
@@ -156,9 +156,14 @@ class Experiment:
                 ids = [] if tokenizer is None else tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
                 tasks = open_tasks(self.config, tokenizer)
                 # A trial goes on where there is room; what is other there is a line of its log.
-                is_free = amend or bool(fork_name) or is_trial
-                check = partial(self._check_continuation, run, past, components, is_free)
-                loop = Loop.open(self._parts(run, components, tasks, amend, origin, bucket), check)
+                free = amend or bool(fork_name) or is_trial
+                parts = Parts(
+                    components.build, components.optimizer, components.curriculum, components.loss, run,
+                    validation=components.validation, tasks=tasks, mesh=components.mesh(),
+                    grad_accum=components.grad_accum, amend=amend, origin=origin,
+                    trackers=trackers_of(self.config, run), bucket=bucket, options=components.options,
+                )  # fmt: skip
+                loop = Loop.open(parts, partial(self._check_continuation, run, past, components, free))
                 undo.callback(loop.close)
                 if self.config.model or self.config.loss:
                     loop.try_loss()  # find mistakes in a model or a loss before files are written
@@ -210,17 +215,9 @@ class Experiment:
             progress = ProgressBars(is_primary())
             progress.line(f"compiling; then {num_steps} steps with learning rates from {min_lr:.2g} to {max_lr:.2g}")
             with progress.bar("steps", num_steps) as done:
-                losses = sweep(
-                    components.build,
-                    for_run(components.optimizer, components.curriculum.shapes, {}),
-                    stream,
-                    components.loss,
-                    rates,
-                    grad_accum=grad_accum,
-                    options=options,
-                    load=load,
-                    done=done,
-                )
+                optimizer = for_run(components.optimizer, components.curriculum.shapes, {})
+                more: dict[str, Any] = {"grad_accum": grad_accum, "options": options, "load": load, "done": done}
+                losses = sweep(components.build, optimizer, stream, components.loss, rates, **more)
             rates = rates[: len(losses)]
             return suggest(rates, losses, num_steps, self.config.optimizer), rates, losses
 
@@ -280,10 +277,8 @@ class Experiment:
             self.config.datasets = {**(self.config.datasets or {}), "self": absolute(data_path)}
 
     def _was_finished(self, run: Path, past: Past, is_other_data: bool) -> bool:
-        """Whether the run was finished and has nothing new to do, and print that. Its data may be gone by now.
-
-        Raises UserError if the run is finished and the requested changes would have no effect.
-        """
+        """Whether the run was finished and has nothing new to do, and print that. Its data may be gone by now. Raises
+        UserError if the run is finished and the requested changes would have no effect."""
         cursor, changed = read_cursor(run), changed_from(past.saved, self.config)
         step, end = int(cursor.get("step", 0)), self.config.max_steps
         is_longer = "max_steps" in changed and (end is None or end > step)
@@ -292,7 +287,7 @@ class Experiment:
         finished = cursor.get("finished") and not goes_on
         if not broadcast_from_primary("the run was finished", "yes" if finished else ""):
             return False
-        other_data = {"data_path": RunMetadata.of_saved(past.saved).data_path} if is_other_data else {}
+        other_data = {"data_path": RunMetadata.from_config(past.saved).data_path} if is_other_data else {}
         check_nothing_new(run, self.config, step, changed | other_data)
         if is_primary():
             longer = (
@@ -326,32 +321,6 @@ class Experiment:
                 bucket.fetch_data()
 
         return open_corpus(self.config, path, run / DATA, begins=not past.config, share=share)
-
-    def _parts(
-        self,
-        run: Path,
-        components: RunComponents,
-        tasks: Sequence[Task],
-        amend: bool,
-        origin: ResumeSpec,
-        bucket: BucketRun | None,
-    ) -> Parts:
-        return Parts(
-            components.build,
-            components.optimizer,
-            components.curriculum,
-            components.loss,
-            run,
-            validation=components.validation,
-            tasks=tasks,
-            mesh=components.mesh(),
-            grad_accum=components.grad_accum,
-            amend=amend,
-            origin=origin,
-            trackers=trackers_of(self.config, run),
-            bucket=bucket,
-            options=components.options,
-        )
 
     def _run(
         self, loop: Loop, run: Path, tokenizer: Tokenizer | None, prompt: list[int], bucket: BucketRun | None

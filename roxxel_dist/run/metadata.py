@@ -47,7 +47,7 @@ class RunMetadata:
     from."""
 
     @classmethod
-    def of_saved(cls, saved: Mapping[str, Any]) -> Self:
+    def from_config(cls, saved: Mapping[str, Any]) -> Self:
         """The metadata in the saved config of a run; the defaults if it has none."""
         record = saved.get(RECORD, {})
         return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
@@ -60,15 +60,11 @@ class RunMetadata:
         from roxxel_dist.cluster import determinism
 
         return cls(
-            versions={name: version(name) for name in PACKAGES},
-            git_commit=git_commit(Path.cwd()),
-            processes=jax.process_count(),
-            devices=jax.device_count(),
-            platform=jax.devices()[0].platform,
+            versions={name: version(name) for name in PACKAGES}, git_commit=git_commit(Path.cwd()),
+            processes=jax.process_count(), devices=jax.device_count(), platform=jax.devices()[0].platform,
             pjrt_nproc=int(os.environ["PJRT_NPROC"]) if "PJRT_NPROC" in os.environ else None,
-            bits=determinism.numerics_fingerprint() | {"attention": kernel},
-            **values,
-        )
+            bits=determinism.numerics_fingerprint() | {"attention": kernel}, **values,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by name, without those that are not set."""
@@ -102,4 +98,4 @@ def data_of(saved: Mapping[str, Any], run: Path | None) -> str | None:
     """The path of a run's data: the shards made of text in its folder `run`, or the path in its config."""
     if run is not None and is_tokens(local_run(run) / DATA):
         return str(local_run(run) / DATA)
-    return RunMetadata.of_saved(saved).data_path
+    return RunMetadata.from_config(saved).data_path

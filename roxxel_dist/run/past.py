@@ -1,4 +1,4 @@
-"""Where a run continues from, which data it has read until then, and decay branches: forks whose rate falls."""
+"""The place that a run continues from, the data read until then, and decay branches: forks whose rate falls."""
 
 import copy
 import difflib
@@ -34,7 +34,7 @@ from roxxel_dist.utils.voice import argument
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """Where a run continues from: its own checkpoint, the run that it is forked from, or nothing."""
+    """The place that a run continues from: its own checkpoint, the run that it is forked from, or nothing."""
 
     saved: dict[str, Any]
     """The config that its directory holds; empty for a new run."""
@@ -68,7 +68,7 @@ class Past:
         past = cls(saved=saved, fork=parent, skip_steps=skipped, config=config)
         if past.new_fork is not None:
             check_no_program(local_run(past.new_fork.run), past.config, new=True)
-        if merged := RunMetadata.of_saved(past.config).merged_from:
+        if merged := RunMetadata.from_config(past.config).merged_from:
             place = parent.run if parent and not saved else run
             raise UserError(
                 f"{place} is merged from checkpoints of {merged['run']} and has no moments to go on with: begin a new "
@@ -78,7 +78,7 @@ class Past:
 
     def is_other_data(self, config: Config, data_path: str | Path | None) -> bool:
         """Whether a resumed run gets other data than it has read so far."""
-        before, path = RunMetadata.of_saved(self.saved), config.primary_path(data_path)
+        before, path = RunMetadata.from_config(self.saved), config.primary_path(data_path)
         if path is None or before.data_path is None:
             return False
         if os.path.realpath(absolute(path)) == os.path.realpath(before.data_path):
@@ -101,7 +101,7 @@ class Past:
             raise MissingFileError(f"there is no run {run}: {hint}; a new one needs {argument('data_path', 'PATH')}")
         if is_other_data and not is_tokens(path or ""):
             raise UserError(
-                f"data_path is {path}, and {run} was started with {RunMetadata.of_saved(self.saved).data_path}: "
+                f"data_path is {path}, and {run} was started with {RunMetadata.from_config(self.saved).data_path}: "
                 f"leave it out, or make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, "
                 f"and amend the run with them ({argument('amend')})"
             )
@@ -109,14 +109,9 @@ class Past:
 
 
 def check_no_program(run: Path, saved: Mapping[str, Any], *, new: bool) -> None:
-    """Raises UserError for a run that a program's `Trainer` of parts trains: that program alone has its parts.
-
-    Args:
-        run: its folder.
-        saved: its config, empty where its model is none of ours.
-        new: whether a new run is to begin from a checkpoint of it, rather than this one to go on.
-    """
-    program = RunMetadata.of_saved(saved).program
+    """Raises UserError for a run that a program's `Trainer` of parts trains: that program alone has its parts. `saved`
+    is its config, empty where its model is none of ours; `new` says that another run begins at a checkpoint."""
+    program = RunMetadata.from_config(saved).program
     if program is None and not is_of_program(run):
         return
     by = program or "a program of yours"
@@ -158,10 +153,8 @@ def make_decay_branch(config: Config, trunk: CheckpointRef) -> None:
 
     After the checkpoint's step the phases of the run go on for `decay_steps` steps, while the rate falls to a hundredth
     of `lr`. Then it ends. Where the run has fewer steps left, its last phase is made longer. Unless they are given,
-    `lr` and `lr_scaling` are those of the checkpoint: the run may have been amended with others after it.
-
-    Raises:
-        ValueError: no such checkpoint, no `decay_steps`, other phases, or a rate that is not at its peak there.
+    `lr` and `lr_scaling` are those of the checkpoint: the run may have been amended with others after it. Raises
+    ValueError: no such checkpoint, no `decay_steps`, other phases, or a rate that is not at its peak there.
     """
     metadata, folder = _metadata(trunk)
     check_no_program(folder, saved_config(folder), new=True)
@@ -211,7 +204,7 @@ def branches_of(config: Config, named: str) -> list[CheckpointRef]:
     several = CheckpointRange.parse(named)
     assert several is not None
     bucket = bucket_run(several.run)
-    kept = steps_of(several.run / CHECKPOINTS) if bucket is None else bucket.checkpoints.saved(read_only=True)
+    kept = steps_of(several.run / CHECKPOINTS) if bucket is None else bucket.checkpoints.list_saved(read_only=True)
     branches = [CheckpointRef(several.run, step) for step in several.among(kept)]
     rates: dict[tuple[float, Any], CheckpointRef] = {}
     for branch in branches:

@@ -52,24 +52,14 @@ AMENDABLE = ("phases", *WITHOUT_PHASES)
 EXACT_FIELDS = ("virtual_shards", "grad_accum")
 """Fields that decide how a run with virtual shards adds up."""
 FIXED_FIELDS = (
-    "model",
-    "optimizer",
-    "use_bf16",
-    "init_from",
-    "seed",
-    "phases",
-    "val_fraction",
-    "tokenizer_type",
-    "virtual_shards",
-)
+    "model", "optimizer", "use_bf16", "init_from", "seed", "phases", "val_fraction", "tokenizer_type", "virtual_shards",
+)  # fmt: skip
 """Fields, besides those of the model, that decide what a checkpoint holds, or which tokens a step reads."""
 
 
 def summarize(params: dict[str, jax.Array], opt_state: Any, frozen: dict[str, jax.Array]) -> dict[str, Any]:
-    """Parameters of a model in all, trained and by part, memory of weights and optimizer in MB (10^6 bytes), dtype.
-
-    An array that is sharded over devices or processes counts once, with its whole size.
-    """
+    """Parameters of a model in all, trained and by part, memory of weights and optimizer in MB (10^6 bytes), dtype. An
+    array that is sharded over devices or processes counts once, with its whole size."""
     weights = frozen | params
     leaves = list(weights.values())
     dtypes = sorted({str(leaf.dtype) for leaf in leaves})
@@ -143,7 +133,7 @@ def write_run_metadata(
 
 def _other_environment(saved: Mapping[str, Any], metadata: RunMetadata, *, is_exact: bool) -> list[str]:
     """A line for each setting and version that is not that of the run's beginning, and one that says what follows."""
-    begun, now = RunMetadata.of_saved(saved), metadata.resumes[-1]["bits"]
+    begun, now = RunMetadata.from_config(saved), metadata.resumes[-1]["bits"]
     was = begun.bits
     if is_exact:  # the results are the same on other devices
         was, now = map(determinism.without_topology, (was, now))
@@ -160,7 +150,7 @@ def _metadata(start: ResumePoint, components: RunComponents, saved: dict[str, An
     origin, kernel = start.record, components.kernel
     if RECORD not in saved:
         return RunMetadata.now(kernel, data_path=data_path, corpus=components.data.fingerprint, **origin)
-    before, now = RunMetadata.of_saved(saved), RunMetadata.now(kernel)
+    before, now = RunMetadata.from_config(saved), RunMetadata.now(kernel)
     resume = {"step": start.step, "commit": now.git_commit, **origin, "bits": now.bits}
     resume["changed_from"] = changed_from(saved, components.config)
     return replace(
@@ -174,7 +164,7 @@ def _metadata(start: ResumePoint, components: RunComponents, saved: dict[str, An
 
 def kernel_begun_with(saved: Mapping[str, Any]) -> AttentionKernel | None:
     """The attention kernel of a run, from its saved config; None if there is no run."""
-    return RunMetadata.of_saved(saved).bits.get("attention")
+    return RunMetadata.from_config(saved).bits.get("attention")
 
 
 def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = False, fork: str = "") -> list[str]:
@@ -190,7 +180,7 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
         fixed |= {*EXACT_FIELDS}
     if amend:
         fixed -= {*AMENDABLE, *EXACT_FIELDS}
-    if "fingerprint" in (RunMetadata.of_saved(saved).initialized_from or {}):
+    if "fingerprint" in (RunMetadata.from_config(saved).initialized_from or {}):
         fixed.discard("init_from")  # the base of adapters may be moved: the fingerprint identifies it
     dropouts = {"dropout_rate"} | ({"lora_dropout"} if config.use_lora else set())
     lines, other = [], fork or "the run to resume"
@@ -229,18 +219,14 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     return lines
 
 
-def _bits_of(saved: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The bits of the newest steps of a run, of which there are so many; nothing is left of a resume from there on."""
-    record = RunMetadata.of_saved(saved)
-    resumes = (one["bits"] for one in reversed(record.resumes) if one.get("bits") and one["step"] < step)
-    return next(resumes, record.bits)
-
-
 def check_same_run(saved: Mapping[str, Any], config: Config, kernel: AttentionKernel, step: int) -> None:
     """Raises UserError as `check_same_bits` for the steps of a run after this one, by its saved config."""
     if not (config.virtual_shards and saved.get("virtual_shards")):
         return
-    was = _bits_of(saved, step)
+    record = RunMetadata.from_config(saved)
+    # Those of the newest of its steps: nothing is left of a resume from this step on.
+    resumes = (one["bits"] for one in reversed(record.resumes) if one.get("bits") and one["step"] < step)
+    was = next(resumes, record.bits)
     now = determinism.numerics_fingerprint() | {"attention": kernel}
     check_same_bits(was, now, config.virtual_shards)
 
@@ -269,7 +255,7 @@ def forked_from(
 
     Raises ValueError if `fork` names no run, or the run exists and was forked in another way.
     """
-    recorded = RunMetadata.of_saved(saved).forked_from
+    recorded = RunMetadata.from_config(saved).forked_from
     known = CheckpointRef(Path(recorded["run"]), recorded["step"]) if recorded else None
     skipped: Any = tuple(recorded["skipped"]) if recorded and "skipped" in recorded else None
     if fork is None:
@@ -295,9 +281,7 @@ def forked_from(
 
 def record_parts(parts: Parts, state: TrainView) -> None:
     """Write config, tokenizer and sizes into the run directory, where the model is the built-in one. All ranks call it.
-
-    Not of a run in a bucket: it was made from a Config, and has its record already.
-    """
+    Not of a run in a bucket: it was made from a Config, and has its record already."""
     model = state.model
     if type(model) is Transformer and parts.bucket is None:
         run_on_primary("config of the run", lambda: _write(parts, model, state))

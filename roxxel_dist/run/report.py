@@ -26,7 +26,7 @@ UNKNOWN = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run, read from disk."""
+    """A run, read from disk."""
 
     name: str
     """Its name among the compared runs."""
@@ -46,7 +46,7 @@ class Run:
         return [(row.get("tokens", math.nan), row[metric]) for row in self.rows if metric in row]
 
     def newest(self, metric: str) -> float | None:
-        """Its newest value; NaN if that is not finite, None if there is none."""
+        """The newest value of a metric; NaN if that is not finite, None if there is none."""
         last = next((row for row in reversed(self.rows) if metric in row), None)
         gap = self.gaps.get(metric, [None])[-1]
         if gap is not None and (last is None or gap.get("step", 0) > last.get("step", 0)):
@@ -67,17 +67,13 @@ class Run:
         speeds = [row["tokens_per_s"] for row in self.rows if "tokens_per_s" in row]
         total = sum(self.spent.values())
         return {
-            "steps": last.get("step"),
-            "tokens": last.get("tokens"),
+            "steps": last.get("step"), "tokens": last.get("tokens"),
             **{metric: self.newest(metric) for metric in ("train_loss", "val_loss", "val_bpb")},
             "scalars": {name: self.newest(name) for name in scalar_names(validations[-1] if validations else {})},
-            "best_val_loss": best.get("val_loss"),
-            "best_step": best.get("step"),
-            "tokens_per_s": statistics.median(speeds) if speeds else None,
-            "parameters": self.parameters,
-            "goodput": self.spent["training"] / total if total else None,
-            "spent": dict(self.spent),
-        }
+            "best_val_loss": best.get("val_loss"), "best_step": best.get("step"),
+            "tokens_per_s": statistics.median(speeds) if speeds else None, "parameters": self.parameters,
+            "goodput": self.spent["training"] / total if total else None, "spent": dict(self.spent),
+        }  # fmt: skip
 
 
 def scalar_names(losses: Mapping[str, float]) -> list[str]:
@@ -87,10 +83,7 @@ def scalar_names(losses: Mapping[str, float]) -> list[str]:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs in some folders.
-
-    Raises ValueError if one of them is not a run; the message suggests the closest run.
-    """
+    """The runs in some folders. Raises ValueError if one of them is not a run; the message suggests the closest run."""
     given = list(dict.fromkeys(map(Path, paths)))
     folders = [local_run(path) for path in given]
     for path, folder in zip(given, folders, strict=True):
@@ -105,10 +98,8 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The fields in which the configs of some runs differ: a value for each run, `UNKNOWN` if it has no such field.
-
-    A run of a bare `Trainer` that has no config is not compared.
-    """
+    """The fields in which the configs of some runs differ: a value for each run, `UNKNOWN` if it has no such field. A
+    run of a bare `Trainer` that has no config is not compared."""
     known = [run for run in runs if run.fields]
     names = dict.fromkeys(name for run in known for name in run.fields)
     values = {name: [run.fields.get(name, UNKNOWN) for run in runs] for name in names}
@@ -130,32 +121,23 @@ def _read(folder: Path, name: str) -> Run:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be incomplete during a write
         parameters = int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["parameters"])
     rows, gaps = _read_rows(folder / METRICS)
-    return Run(
-        name=name,
-        path=folder,
-        fields=read_fields(folder),
-        rows=rows,
-        gaps=gaps,
-        parameters=parameters,
-        spent=time_spent(read_timeline(folder)),
-    )
+    spent = time_spent(read_timeline(folder))
+    fields = read_fields(folder)
+    return Run(name=name, path=folder, fields=fields, rows=rows, gaps=gaps, parameters=parameters, spent=spent)
 
 
 def _read_rows(path: Path) -> tuple[list[dict[str, float]], dict[str, list[dict[str, float]]]]:
     """(the rows of a log without values that were not finite, by metric the rows in which it was not)."""
     rows, gaps = list[dict[str, float]](), dict[str, list[dict[str, float]]]()
+    most = sys.float_info.max
     for row in Tail(path).rows():
         row.pop(DIGEST, None)
         numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
-        rows.append({name: value for name, value in numbers.items() if value is not None and _is_finite(value)})
+        rows.append({name: value for name, value in numbers.items() if value is not None and abs(value) <= most})
         for name in numbers:
             if name not in rows[-1]:
                 gaps.setdefault(name, []).append(rows[-1])
     return rows, gaps
-
-
-def _is_finite(value: float) -> bool:
-    return abs(value) <= sys.float_info.max
 
 
 def no_pictures() -> str:
@@ -183,37 +165,20 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def draw_losses(runs: Sequence[Run], picture: Path) -> None:
-    """Loss over tokens: a colour for each run, points for validation, a dotted line at the start of a phase.
-
-    A cross at the lower edge is a loss that is not finite.
-
-    Raises ImportError if matplotlib is not installed.
-    """
+    """Loss over tokens: a colour for each run, points for validation, a dotted line at the start of a phase. A cross at
+    the lower edge is a loss that is not finite. Raises ImportError if matplotlib is not installed."""
     with figure(picture, inches=(9, 5)) as axes:
         for number, run in enumerate(runs):
             colour = f"C{number % 10}"
             axes.plot(*zip(*run.points("train_loss"), strict=True), color=colour, lw=1, alpha=0.7, label=run.name)
             if validations := run.points("val_loss"):
-                axes.plot(
-                    *zip(*validations, strict=True),
-                    color=colour,
-                    lw=1.3,
-                    ls="--",
-                    marker="o",
-                    ms=3.5,
-                    label=f"{run.name}, validation",
-                )
+                style: dict[str, Any] = {"lw": 1.3, "ls": "--", "marker": "o", "ms": 3.5}
+                axes.plot(*zip(*validations, strict=True), color=colour, label=f"{run.name}, validation", **style)
             for metric, marker in (("train_loss", "x"), ("val_loss", "X")):
                 if places := [row["tokens"] for row in run.gaps.get(metric, ()) if "tokens" in row]:
-                    axes.plot(
-                        places,
-                        [0.02] * len(places),
-                        transform=axes.get_xaxis_transform(),
-                        color="red",
-                        ls="",
-                        marker=marker,
-                        label=f"{run.name}, {metric} not finite: {len(places)}",
-                    )
+                    name, low = f"{run.name}, {metric} not finite: {len(places)}", [0.02] * len(places)
+                    style = {"color": "red", "ls": "", "marker": marker, "label": name}
+                    axes.plot(places, low, transform=axes.get_xaxis_transform(), **style)
             for tokens in run.phase_ends:
                 axes.axvline(tokens, color=colour, ls=":", lw=1)
         # The unit of a user's loss is unknown; a run of a bare Trainer does not say which loss it has.

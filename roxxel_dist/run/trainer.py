@@ -184,28 +184,19 @@ class Trainer:
             pin_for_shards(options.virtual_shards)  # before jax makes its first device
             mesh = make_mesh()
         parts = {name: value for name, value in others.items() if name in PART_NAMES}
-        return Parts(
-            model,
-            optimizer,
-            curriculum,
-            loss_fn,
-            Path(save_path),
-            mesh=mesh,
-            grad_accum=grad_accum_steps,
-            options=options,
-            **parts,
-        )
+        given: dict[str, Any] = {"mesh": mesh, "grad_accum": grad_accum_steps, "options": options, **parts}
+        return Parts(model, optimizer, curriculum, loss_fn, Path(save_path), **given)
 
     @property
     def experiment(self) -> Experiment:
-        """Of a trainer that was made of a `Config`: what trains it."""
+        """The experiment that trains, of a trainer that was made of a `Config`."""
         if self._experiment is None:
             raise AttributeError("Trainer: fit and find_lr are of Trainer(config); one that is made of parts has run()")
         return self._experiment
 
     @property
     def config(self) -> Config:
-        """Of a trainer that was made of a `Config`: as it will be used, with absolute paths."""
+        """The `Config` that the trainer was made of, as it will be used: with absolute paths."""
         return self.experiment.config
 
     @property
@@ -215,19 +206,19 @@ class Trainer:
 
     @property
     def parts(self) -> Parts:
-        """What the trainer was made of."""
+        """The parts that the trainer was made of."""
         if self._parts is None:
             raise AttributeError('Trainer: run is for one made of parts; Trainer(config) has fit("corpus.txt")')
         return self._parts
 
     @_as(Experiment.fit)
     def fit(self) -> Experiment:
-        """As `Experiment.fit`."""
+        """Train, as `Experiment.fit` does."""
         return self.experiment
 
     @_as(Experiment.find_lr)
     def find_lr(self) -> Experiment:
-        """As `Experiment.find_lr`."""
+        """Find a learning rate, as `Experiment.find_lr` does."""
         return self.experiment
 
     def run(self, at_the_end: Callable[[], None] | None = None) -> TrainView:
@@ -289,7 +280,7 @@ class Trainer:
 
     @property
     def options(self) -> LoopOptions:
-        """As given, with the defaults of those that were left out."""
+        """The options of the loop, with the defaults of those that were left out."""
         return self.parts.options
 
     @property
@@ -338,17 +329,17 @@ class Trainer:
 
     @property
     def plan(self) -> Plan:
-        """Which rows each step reads."""
+        """The plan: which rows each step reads."""
         return self.loop.position.plan
 
     @property
     def start(self) -> ResumePoint:
-        """Where the run was taken up, and what `run` logs of that."""
+        """The point where the run was taken up, and what `run` logs of it."""
         return self.loop.position.start
 
     @property
     def fetches(self) -> int:
-        """How often numbers were fetched from the devices."""
+        """The number of fetches of numbers from the devices."""
         return self.loop.deferred.fetches
 
     @property

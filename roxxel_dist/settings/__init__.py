@@ -1,1 +1,1 @@
-"""All settings of a run."""
+"""The settings of a run."""

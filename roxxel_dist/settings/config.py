@@ -1,4 +1,4 @@
-"""All settings of a run in one flat object, from and to YAML.
+"""The settings of a run in one flat object, from and to YAML.
 
 Each component declares its own fields, in a dataclass beside it; `Config` is their union. A `Config` may be changed
 freely: the components check the values when they are taken out of it with `part`. Decision 30.
@@ -111,21 +111,16 @@ class Config(_Copied):
         return f"Config({', '.join(f'{name}={value!r}' for name, value in values if value != DEFAULTS[name])})"
 
     def with_defaults(self, values: Mapping[str, Any]) -> Self:
-        """The same settings, and the same fields given, with `values` instead of the defaults of the other fields.
-
-        Of `values` with a wsd, another lr_schedule that is given does not take decay_steps.
-        """
+        """The same settings, and the same fields given, with `values` instead of the defaults of the other fields. Of
+        `values` with a wsd, another lr_schedule that is given does not take decay_steps."""
         defaults = {name: value for name, value in values.items() if name in FIELD_TYPES and name not in self.given}
         if "lr_schedule" in self.given and self.lr_schedule != "wsd":
             defaults.pop("decay_steps", None)
         return dataclasses.replace(self, defaults={**self.defaults, **defaults}, **defaults)
 
     def with_absolute_paths(self) -> Self:
-        """The same settings with absolute paths, so that a run may be resumed from another folder.
-
-        Raises:
-            ValueError: a path that must be local is in a bucket.
-        """
+        """The same settings with absolute paths, so that a run may be resumed from another folder. Raises ValueError: a
+        path that must be local is in a bucket."""
 
         def absolute(name: str, path: Any) -> Any:
             if not names_objects(path):
@@ -153,8 +148,7 @@ class Config(_Copied):
     def part(self, component: type[T]) -> T:
         """The fields of one component, such as `ModelConfig`, as its frozen dataclass.
 
-        Raises:
-            ValueError: a value breaks its rule.
+        Raises ValueError: a value breaks its rule.
         """
         return component(**{f.name: getattr(self, f.name) for f in dataclasses.fields(component)})  # pyright: ignore
 
@@ -170,11 +164,7 @@ class Config(_Copied):
         )
 
     def validate(self) -> None:
-        """Check every field.
-
-        Raises:
-            ValueError: names the first field that breaks its rule.
-        """
+        """Check every field. Raises ValueError: names the first field that breaks its rule."""
         self.check_types()
         values = self.to_dict()
         check_sizes({name: values[name] for name in ("vocab_size", "max_context")})
@@ -205,7 +195,7 @@ class Config(_Copied):
                 raise UserError(f"{place}{name} {state}: it must be {type_name(FIELD_TYPES[name])}{cure}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name, as plain values for YAML."""
+        """The fields by name, as plain values for YAML."""
         return {name: getattr(self, name) for name in FIELD_TYPES}
 
     def save_yaml(self, path: str | Path, record: Mapping[str, Any] | None = None) -> None:
@@ -219,15 +209,8 @@ class Config(_Copied):
     def from_yaml(cls, path: str | Path) -> Self:
         """A config from a file; fields that it does not name keep their defaults.
 
-        Args:
-            path: a YAML file. For the `config.yaml` of a run, the config remembers the run, which is the base if you
-                add adapters.
-
-        Returns:
-            A `Config`.
-
-        Raises:
-            ValueError: no such file, not YAML, or an error of `from_dict`.
+        Of the `config.yaml` of a run, the config remembers the run, which is the base if you add adapters. Raises
+        ValueError: no such file, not YAML, or an error of `from_dict`.
         """
         values, path = load_yaml(path), Path(path)
         config = cls.from_dict(values, str(path))
@@ -243,9 +226,6 @@ class Config(_Copied):
         Args:
             values: as in YAML; text such as "5e-4" becomes a number if the field is a number.
             source: its name in messages.
-
-        Returns:
-            A `Config`.
 
         Raises:
             ValueError: a key that no field has, a field that is given twice, or a value of another type than its field.
@@ -279,11 +259,8 @@ def yaml_problem(error: Exception) -> str:
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises UserError for no such file, no YAML, no mapping, a key that is given twice, or a config with the record of
-    another format.
-    """
+    """The mapping in a YAML file. Raises UserError for no such file, no YAML, no mapping, a key that is given twice, or
+    a config with the record of another format."""
     values = read_yaml(path)[0]
     if values is None:
         return {}
@@ -296,10 +273,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 def read_yaml(path: str | Path, *, unique: bool = True, exponents: bool = False) -> tuple[Any, Any]:
     """(the value, the tree of nodes with their lines) of a YAML file; `unique` and `exponents` are those of
-    `parse_nodes`.
-
-    Raises UserError as `parse_nodes`, or where the file cannot be read.
-    """
+    `parse_nodes`. Raises UserError as `parse_nodes`, or where the file cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -317,13 +291,8 @@ def parse_yaml(text: str, source: str) -> Any:
 def parse_nodes(text: str, source: str, *, unique: bool = True, exponents: bool = False) -> tuple[Any, Any]:
     """(the value, the tree of nodes) of a YAML text. A word such as `no` or `2024` is text where a field, or a key, is.
 
-    Args:
-        text: the YAML text.
-        source: its name in messages.
-        unique: whether a key that is given twice in a mapping is refused; YAML itself keeps the last.
-        exponents: whether 1e-3 without quotes is a number, as in YAML 1.2; a text in quotes stays one.
-
-    Raises UserError for no YAML, or a key that is given twice.
+    With `exponents`, 1e-3 without quotes is a number, as in YAML 1.2; a text in quotes stays one. Raises UserError for
+    no YAML, or, where it is to be `unique`, a key that is given twice in a mapping: YAML itself keeps the last.
     """
     import yaml
 

@@ -25,66 +25,49 @@ class NoEffect(NamedTuple):
     """The reason and the fix."""
 
 
-def _off(switch: str) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda values: values["model"] is None and not values[switch]
+def _unless(switch: str, fields: str) -> NoEffect:
+    """The rule of fields of the Transformer that do nothing while a switch is off."""
+    why = f"{switch} is False: leave it out, or set {switch}"
+    return NoEffect(tuple(fields.split()), lambda v: v["model"] is None and not v[switch], why)
+
+
+def _of_transformer(fields: str, applies: Callable[[Mapping[str, Any]], bool], why: str) -> NoEffect:
+    return NoEffect(tuple(fields.split()), lambda v: v["model"] is None and applies(v), why)
 
 
 RULES = (
     NoEffect(("epochs", "batch_size"), lambda v: bool(v["phases"]), "phases are given: change it in each phase"),
-    NoEffect(
-        ("n_experts", "top_k_mlp", "norm_topk_prob", "alpha_balance", "expert_capacity_factor", "expert_devices"),
-        _off("use_moe"),
-        "use_moe is False: leave it out, or set use_moe",
-    ),
-    NoEffect(
-        ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
-        _off("use_lora"),
-        "use_lora is False: leave it out, or set use_lora",
-    ),
-    NoEffect(
-        ("down_dim_q", "down_dim_kv", "rope_dim", "inference"), _off("mla"), "mla is False: leave it out, or set mla"
-    ),
-    NoEffect(
-        ("context_window", "sliding_window_pattern"),
-        _off("sliding_window"),
-        "sliding_window is False: leave it out, or set sliding_window",
-    ),
-    NoEffect(
-        ("rope_local_theta",),
-        lambda v: v["model"] is None and (not v["sliding_window"] or v["sliding_window_pattern"] is None),
+    _unless("use_moe", "n_experts top_k_mlp norm_topk_prob alpha_balance expert_capacity_factor expert_devices"),
+    _unless("use_lora", "lora_rank lora_alpha lora_dropout lora_targets"),
+    _unless("mla", "down_dim_q down_dim_kv rope_dim inference"),
+    _unless("sliding_window", "context_window sliding_window_pattern"),
+    _of_transformer(
+        "rope_local_theta",
+        lambda v: not v["sliding_window"] or v["sliding_window_pattern"] is None,
         "all layers are of one kind: set rope_theta, or sliding_window and sliding_window_pattern",
     ),
-    NoEffect(
-        (
-            "rope_theta",
-            "rope_scale_factor",
-            "rope_trained_context",
-            "rope_dim",
-            "rope_local_theta",
-            "partial_rotary_factor",
-            "no_rope_layer_interval",
-        ),
-        lambda v: v["model"] is None and v["pos_encoding"] != "rotary",
+    _of_transformer(
+        "rope_theta rope_scale_factor rope_trained_context rope_dim rope_local_theta partial_rotary_factor "
+        "no_rope_layer_interval",
+        lambda v: v["pos_encoding"] != "rotary",
         "pos_encoding is not rotary: leave it out, or set pos_encoding to rotary",
     ),
-    NoEffect(
-        ("rope_trained_context",),
-        lambda v: v["model"] is None and v["rope_scale_factor"] == 1,
+    _of_transformer(
+        "rope_trained_context",
+        lambda v: v["rope_scale_factor"] == 1,
         "rope_scale_factor is 1, which changes nothing: leave it out, or set rope_scale_factor",
     ),
-    NoEffect(
-        ("expansion",),
-        lambda v: v["model"] is None and v["hidden_dim"] is not None,
-        "hidden_dim is given: leave one of the two out",
+    _of_transformer(
+        "expansion", lambda v: v["hidden_dim"] is not None, "hidden_dim is given: leave one of the two out"
     ),
     NoEffect(
         ("base_widths",),
         lambda v: v["parametrization"] != "mup",
         "parametrization is standard: leave it out, or set parametrization to mup",
     ),
-    NoEffect(
-        ("model_args",),
-        lambda v: v["model"] is None and not is_function(v["optimizer"]),
+    _of_transformer(
+        "model_args",
+        lambda v: not is_function(v["optimizer"]),
         "neither model nor optimizer is a function of yours: leave it out, or name one",
     ),
     NoEffect(
@@ -128,11 +111,7 @@ RULES = (
 
 
 def without_effect(values: Mapping[str, Any]) -> dict[str, str]:
-    """The fields that do nothing, each with the reason and the fix.
-
-    Args:
-        values: every field of a config by name, as `Config.to_dict` gives them; they need not be valid together.
-    """
+    """The fields that do nothing, each with the reason and the fix, for the values of all fields, valid or not."""
     reasons: dict[str, str] = {}
     for rule in RULES:
         if rule.applies(values):
@@ -153,13 +132,7 @@ def chosen(config: Config) -> set[str]:
 
 
 def check_effect(config: Config, names: Collection[str], flags: Collection[str] = ()) -> None:
-    """Raises UserError for the first of some fields that does nothing.
-
-    Args:
-        config: the settings of a run.
-        names: the fields to look at.
-        flags: those of them that are flags in messages.
-    """
+    """Raises UserError for the first of some fields of a config that does nothing; `flags` are flags in messages."""
     reasons = without_effect(config.to_dict())
     for name in sorted(set(names) & reasons.keys()):
         raise UserError(f"{'--' if name in flags else ''}{name} does nothing here, because {reasons[name]}")

@@ -1,4 +1,4 @@
-"""How a run trains: its optimizer, its length, and what it does at which step."""
+"""The settings of a training: its optimizer, its length, and what it does at which step."""
 
 import math
 from typing import Any, Literal, TypedDict, get_args

@@ -1,4 +1,4 @@
-"""Which errors of a file system are the user's mistake, and what cures them."""
+"""Errors of a file system that are the user's mistake, and what cures them."""
 
 import contextlib
 import errno
@@ -34,13 +34,11 @@ AWAY = {
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Within it, files that cannot be used are the user's mistake, as a `UserError` is; other errors pass unchanged.
+    """Let files that cannot be used within it be the user's mistake, as a `UserError` is; other errors pass unchanged.
 
     In a later attempt of a job, files that cannot be reached are no mistake, because earlier attempts could read them.
-
-    Raises:
-        UserError: with a message for the user; FullDiskError where it is none of the user's mistakes.
-        FileSystemError: in a later attempt, where a file system may be unavailable.
+    Raises UserError: with a message for the user; FullDiskError where it is none of the user's mistakes.
+    FileSystemError: in a later attempt, where a file system may be unavailable.
     """
     try:
         yield

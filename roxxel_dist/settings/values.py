@@ -50,10 +50,8 @@ def type_name(kind: Any) -> str:
 
 
 def as_choice(kind: Any, value: Any) -> Any:
-    """The choice that a value means where it is one: YAML reads off and no as False, on and yes as True.
-
-    Null is the choice "none". Other values are returned unchanged.
-    """
+    """The choice that a value means where it is one: YAML reads off and no as False, on and yes as True. Null is the
+    choice "none". Other values are returned unchanged."""
     if get_origin(kind) is not Literal or value in get_args(kind):
         return value
     if isinstance(value, str):

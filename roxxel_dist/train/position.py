@@ -138,7 +138,7 @@ class Position:
         `rows` says which they are; it is empty for a loss of the user's own.
         """
         before = self.metadata.early_stopping
-        after = before if val_loss is None else before.on_rows(rows).after(val_loss)
+        after = before if val_loss is None else before.on_rows(rows).observe(val_loss)
         self.metadata = replace(self.metadata, early_stopping=after)
         better = val_loss is not None and after.best_loss == val_loss and not after.evals_since_best
         return better, after.should_stop(self.parts.options.patience)

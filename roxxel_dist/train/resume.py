@@ -113,7 +113,7 @@ def begin(
     else:
         start = run.resume_latest()
     if start.step and start.metadata.base is not None:
-        base = start.metadata.base.at(options.init_from)
+        base = start.metadata.base.resolve(options.init_from)
         return replace(start, metadata=replace(start.metadata, base=base), load=partial(load_base_params, base))
     if start.step or options.init_from is None:
         return start
@@ -262,7 +262,7 @@ class _RequestedRun:
             return before.amend(step, self.shapes, datasets=ranges)
         for name, mine in ranges.items():
             _check_ranges(name, before.amendments[-1].sources, mine)
-        return before.fork(step, self.shapes, datasets=ranges)
+        return before.amend(step, self.shapes, datasets=ranges, is_fork=True)
 
     def _schedule(self, saved: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         """The learning rate of the run from now on, for its checkpoints; `saved` is what they say so far."""

@@ -1,1 +1,1 @@
-"""What every room needs and none owns."""
+"""Helpers that every room needs and none owns."""

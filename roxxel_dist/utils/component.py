@@ -25,10 +25,8 @@ def number_of(text: str) -> int | float | None:
 
 @dataclass_transform(kw_only_default=True)
 def component(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only dataclass of settings, whose fields `Config` inherits; `help` shows their docstrings.
-
-    A `Config` may be changed, so type checkers are not told that the fields are frozen.
-    """
+    """A frozen, keyword-only dataclass of settings, whose fields `Config` inherits; `help` shows their docstrings. A
+    `Config` may be changed, so type checkers are not told that the fields are frozen."""
     made = dataclass(frozen=True, kw_only=True)(cls)
     made.__doc__ = DocWithFields(cls.__doc__ or "")  # pyright: ignore[reportAttributeAccessIssue]
     return made

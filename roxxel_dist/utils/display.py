@@ -55,12 +55,8 @@ def plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def figure(picture: Path, *, inches: tuple[float, float] = (8, 4.5)) -> Iterator[Any]:
-    """The axes of a figure, which is written as a PNG file at the end of the block; its folder is made.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """The axes of a figure, which is written as a PNG file at the end of the block; its folder is made. Raises
+    ImportError: matplotlib is not installed. OSError: the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""How a message names an argument: as its reader types it, a keyword in Python and a flag at the command line."""
+"""The name of an argument in a message: as its reader types it, a keyword in Python and a flag at the command line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ _running: list[str] = []
 
 @contextmanager
 def command_line() -> Iterator[None]:
-    """Within it, messages are for a person at a command line, in all threads of the process."""
+    """Address the messages within it to a person at a command line, in all threads of the process."""
     _running.append("command line")
     try:
         yield

@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.checkpoint.files import shapes as shapes_of
-from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.cluster.distributed import is_primary
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, target_of
 from roxxel_dist.model.split import Leaves
+from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.place.run_place import bucket_run, local_run
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.files import NEWEST, TensorFiles, has_tensors
 from roxxel_dist.weights.hf_folder import HfFolder, fields_of, is_hf_folder
@@ -38,13 +39,11 @@ OF_METADATA, OF_DIGESTS = "metadata:", "digests:"
 
 @contextlib.contextmanager
 def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[CheckpointReader, int]]:
-    """The checkpoints of a run that is only read, and the step meant: the newest where none is named.
-
-    Raises ValueError where there is no such checkpoint; the message begins with `field`, what names it.
-    """
+    """The checkpoints of a run that is only read, and the step meant: the newest where none is named. Raises ValueError
+    where there is no such checkpoint; the message begins with `field`, what names it."""
     bucket = bucket_run(ref.run)
     folder, remote = (ref.run, None) if bucket is None else (bucket.folder, bucket.checkpoints)
-    store = CheckpointReader(folder / "checkpoints", remote=remote)
+    store = CheckpointReader(folder / CHECKPOINTS, remote=remote)
     try:
         kept = store.steps()
         if not kept:
@@ -64,7 +63,7 @@ def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[Checkpoint
 
 def _instead(run: Path) -> str:
     if (run / NEWEST).is_file() or has_tensors(run):
-        own = (yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}).get("model") is not None
+        own = load_yaml(run / CONFIG).get("model") is not None
         more = "" if own else ", or what `roxxel-dist export RUN --format hf --out DIR` makes of that"
         return f"it has weights alone, as an export; name the run that it is from{more}"
     return "name the folder of a run that has"
@@ -161,18 +160,15 @@ def load_base_params(base: BaseModelRef, like: Leaves, state: Leaves) -> Leaves:
 
 def base_of(run: Path, metadata: CheckpointMetadata) -> BaseModelRef | None:
     """The base of a run's adapters, where the config of that run says that it is now; None of a run without adapters.
-
-    Raises ValueError where the adapters stand on what a function of the user's makes.
-    """
+    Raises ValueError where the adapters stand on what a function of the user's makes."""
     if metadata.adapter_scales is None:
         return None
     if metadata.base is None:
         raise UserError("it holds adapters alone, for weights that are in no run: name a run that holds all weights")
-    try:
-        config = yaml.safe_load((local_run(run) / "config.yaml").read_text(encoding="utf-8"))
-    except FileNotFoundError:  # a run of a bare Trainer
-        return metadata.base
-    return metadata.base.at((config or {}).get("init_from"))
+    path = local_run(run) / CONFIG
+    return (
+        metadata.base.resolve(load_yaml(path).get("init_from")) if path.exists() else metadata.base
+    )  # of a bare Trainer
 
 
 def check_base(base: BaseModelRef) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,8 +82,11 @@ def export_run(
     _check_out(out, overwrite, *weights.folders)
     if merge_lora and not weights.scales:
         raise UserError(f"--merge_lora: {run} has no adapters; leave it out")
-    weights = weights.merged() if merge_lora else weights
-    params = weights.params if dtype is None else {name: _cast(array, dtype) for name, array in weights.params.items()}
+    weights = weights.merge_adapters() if merge_lora else weights
+    params = dict(weights.params)
+    for name, array in params.items() if dtype is not None else ():
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            params[name] = array.astype(jnp.dtype(dtype))
     make_folder(out.parent)
     with interrupt.temporary_folder(f".{out.name}-", out.parent) as folder:
         if format == "hf":
@@ -182,11 +184,6 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_context: int) -> No
     _write_json(folder / CONFIG_FILE, about)
 
 
-def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Cast floating-point arrays only."""
-    return array.astype(jnp.dtype(dtype)) if jnp.issubdtype(array.dtype, jnp.floating) else array
-
-
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+)\s*([KMG]?B|)", text.strip().upper())
     if not match or int(match[1]) < 1:
@@ -201,8 +198,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _put(folder: Path, out: Path) -> None:
     """Rename a finished folder to its final name, and remove the old folder there."""
     for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        files.sync_file(path)
     sync_folder(folder)
     old = folder.with_name(f"{folder.name}.replaced")  # no name that a folder of the user may have
     if out.exists():
@@ -256,7 +252,9 @@ def merge_run(run: str | Path, out: str | Path, *, weights: MergeWeights = "unif
         last: list[Weights] = []
         params = mean(_params(named.run, steps, last), shares)
         saved, _ = read_verified(store.folder / str(steps[-1]), steps[-1])
-        rest = files.read_named(store.folder / str(steps[-1]), {name for name in saved.shapes if _is_rest(name)})
+        rest = files.read_named(
+            store.folder / str(steps[-1]), {name for name in saved.shapes if name.startswith(files.REST)}
+        )
     record = {"run": absolute(named.run), "steps": steps, "weights": weights, "shares": shares}
     make_folder(out.parent)
     with interrupt.temporary_folder(f".{out.name}-", out.parent) as folder:
@@ -310,13 +308,9 @@ def _params(run: Path, steps: Sequence[int], last: list[Weights]) -> Iterable[Ma
     """The parameters of one checkpoint after another; `last` is the newest that was read, without parameters."""
     for step in steps:
         weights = weights_of(run, step=step)
-        weights = weights.merged() if weights.scales else weights
+        weights = weights.merge_adapters() if weights.scales else weights
         last[:] = [dataclasses.replace(weights, params={})]
         yield {name: np.asarray(array) for name, array in weights.params.items()}
-
-
-def _is_rest(name: str) -> bool:
-    return name.startswith(files.REST)
 
 
 def _write(
@@ -324,7 +318,7 @@ def _write(
 ) -> None:
     """The checkpoint."""
     shapes = {files.PARAMS + name: [*array.shape, str(array.dtype)] for name, array in params.items()}
-    shapes |= {name: shape for name, shape in saved.shapes.items() if _is_rest(name)}
+    shapes |= {name: shape for name, shape in saved.shapes.items() if name.startswith(files.REST)}
     metadata = CheckpointMetadata.from_dict(saved.meta)
     metadata = dataclasses.replace(metadata, adapter_scales=None, base=None, digest="")
     state = {"params": dict(params)} | ({"rest": files.select_prefix(files.REST, rest)} if rest else {})
@@ -339,9 +333,7 @@ def _write(
 
 def _write_checkpoint(checkpoint: Path, state: Any, saved: MetaFile) -> None:
     """Write a whole checkpoint of arrays on this process's devices, random keys as integers, without other ranks.
-
-    Raises OSError.
-    """
+    Raises OSError."""
     checkpoint = checkpoint.absolute()  # Orbax writes no others
     temporary = checkpoint.with_name(f"{checkpoint.name}{files.TEMPORARY}-1")
     make_folder(checkpoint.parent)

@@ -57,10 +57,8 @@ HEAD = 64
 
 
 class TensorFiles:
-    """The arrays of a folder, open for reading.
-
-    Raises ValueError where there are none, or a file is damaged or missing. The message names it.
-    """
+    """The arrays of a folder, open for reading. Raises ValueError where there are none, or a file is damaged or
+    missing. The message names it."""
 
     def __init__(self, folder: Path) -> None:
         self.bytes: int = 0
@@ -121,10 +119,8 @@ class TensorFiles:
         return array
 
     def check_together(self) -> None:
-        """Compare all arrays that have a digest with it; each process reads its share. All call it together.
-
-        Raises ValueError, on all, where one does not agree.
-        """
+        """Compare all arrays that have a digest with it; each process reads its share. All call it together. Raises
+        ValueError, on all, where one does not agree."""
         problem = ""
         try:
             for name in sorted(self.digests)[process_index() :: process_count()]:
@@ -222,10 +218,8 @@ def _save(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str, str]
 def write_weights(
     path: Path, step: int, params: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray] = MappingProxyType({})
 ) -> None:
-    """Write parameters and state, of less than `LIMIT` bytes together, and the steps done in one instant.
-
-    They are in memory about three times while it lasts. Raises OSError, and the file is as it was.
-    """
+    """Write parameters and state, of less than `LIMIT` bytes together, and the steps done in one instant. They are in
+    memory about three times while it lasts. Raises OSError, and the file is as it was."""
     digests = {name: digest(np.asarray(array)) for name, array in join_state(params, state).items()}
     arrays = {PARAMS: dict(params), STATE: dict(state)} if state else {PARAMS: dict(params)}
     tree = {STEP: step, **arrays, DIGESTS: digests, DIGEST: "0" * LENGTH}
@@ -245,10 +239,8 @@ def join_state(params: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]
 
 
 def read_model(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
-    """(parameters by name, state by name, steps done) of a file of `write_weights`; the arrays are read-only.
-
-    Raises OSError where it cannot be read, and ValueError where it is no such file.
-    """
+    """(parameters by name, state by name, steps done) of a file of `write_weights`; the arrays are read-only. Raises
+    OSError where it cannot be read, and ValueError where it is no such file."""
     data = path.read_bytes()
     try:
         tree: Any = serialization.msgpack_restore(data)

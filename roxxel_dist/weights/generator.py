@@ -325,9 +325,7 @@ def pieces(tokenizer: Tokenizer, ids: Iterable[int], prompt: str = "", prompt_id
 
 def _without_prompt(whole: str, prompt: str, base: str) -> str:
     """A text that begins with `base`, what the tokenizer makes of the prompt's ids, from the end of the prompt on.
-
-    Where `base` lacks spaces that end the prompt, and the text has them, they count as the prompt's.
-    """
+    Where `base` lacks spaces that end the prompt, and the text has them, they count as the prompt's."""
     is_whole = prompt.startswith(base) and whole.startswith(prompt)
     return whole[len(prompt if is_whole else base) :]
 
@@ -335,13 +333,9 @@ def _without_prompt(whole: str, prompt: str, base: str) -> str:
 def mesh_for_text(config: Config, asked: Mapping[str, int | None]) -> tuple[Mesh, str]:
     """(the devices of this process that a model lies on to generate text, a line where they are fewer than in its run).
 
-    Args:
-        config: of the run.
-        asked: "fsdp_devices", "expert_devices" and "tensor_devices". None: of experts and tensor as many as in the run,
-            or the largest part of them that is here; of fsdp 1, as a text gathers the parameters for each token.
-
-    Raises:
-        UserError: fewer devices are here than are asked for, or they do not divide the experts.
+    `asked` has "fsdp_devices", "expert_devices" and "tensor_devices". None: of experts and tensor as many as in the
+    run, or the largest part of them that is here; of fsdp 1, as a text gathers the parameters for each token. Raises
+    UserError: fewer devices are here than are asked for, or they do not divide the experts.
     """
     here, cut = jax.local_devices(), list[str]()
     for name, value in asked.items():

@@ -49,19 +49,15 @@ def is_hf_folder(folder: Path) -> bool:
 
 
 def fields_of(folder: Path) -> dict[str, Any]:
-    """The fields of a `ModelConfig` that describe the model in a folder.
-
-    Raises ValueError if the Transformer cannot be that model; the message names the file and all obstacles.
-    """
-    return _fields(folder / HF_CONFIG, _config_of(folder))
+    """The fields of a `ModelConfig` that describe the model in a folder. Raises ValueError if the Transformer cannot be
+    that model; the message names the file and all obstacles."""
+    return _fields(folder / HF_CONFIG, _object_in(folder / HF_CONFIG))
 
 
 def end_ids(folder: Path) -> list[int]:
-    """The ids that end a text: `eos_token_id` of generation_config.json or, where that has none, of config.json.
-
-    Raises ValueError where it is neither an id of the model's vocabulary nor a list of such ids.
-    """
-    config = _config_of(folder)
+    """The ids that end a text: `eos_token_id` of generation_config.json or, where that has none, of config.json. Raises
+    ValueError where it is neither an id of the model's vocabulary nor a list of such ids."""
+    config = _object_in(folder / HF_CONFIG)
     size = config.get("vocab_size")
     for name in (GENERATION_CONFIG, HF_CONFIG):
         values = config if name == HF_CONFIG else _object_in(folder / name) if (folder / name).is_file() else {}
@@ -77,11 +73,6 @@ def end_ids(folder: Path) -> list[int]:
                 )
         return ids
     return []
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    """The contents of `config.json`."""
-    return _object_in(folder / HF_CONFIG)
 
 
 def _object_in(path: Path) -> dict[str, Any]:
@@ -108,14 +99,12 @@ def _fields(path: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 class HfFolder(TensorFiles):
-    """The weights of such a model, by our names; open for reading.
-
-    Raises ValueError where a file is missing or damaged, or the Transformer cannot be that model.
-    """
+    """The weights of such a model, by our names; open for reading. Raises ValueError where a file is missing or
+    damaged, or the Transformer cannot be that model."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        values = _config_of(folder)
+        values = _object_in(folder / HF_CONFIG)
         config = ModelConfig(**_fields(folder / HF_CONFIG, values))
         self.tensors: dict[str, Tensors] = tensors_of(config, values["model_type"])
         if (folder / ADAPTER).is_file():
@@ -136,7 +125,7 @@ class HfFolder(TensorFiles):
             raise
 
     def params(self) -> dict[str, np.ndarray]:
-        """All parameters whole, in memory, of the type that the embedding is stored in; float16 as float32.
+        """The parameters, whole and in memory, of the type that the embedding is stored in; float16 as float32.
 
         Raises ValueError where one does not agree with its digest.
         """
@@ -159,10 +148,8 @@ class HfFolder(TensorFiles):
                 )
 
     def restore_params(self, like: Mapping[str, Any]) -> Leaves:
-        """The parameters, placed and of the types as `like`; each process reads the parts that it holds.
-
-        Raises ValueError where they are of another model, or do not agree with their digests.
-        """
+        """The parameters, placed and of the types as `like`; each process reads the parts that it holds. Raises
+        ValueError where they are of another model, or do not agree with their digests."""
         self.check_params(like)
         self.check_together()
         return {
@@ -215,11 +202,8 @@ class HfFolder(TensorFiles):
 
 
 def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `ModelConfig` from the contents of a `config.json`.
-
-    Raises:
-        ValueError: another family, or settings that the Transformer does not support; the message names all of them.
-    """
+    """The fields of a `ModelConfig` from the contents of a `config.json`. Raises ValueError: another family, or
+    settings that the Transformer does not support; the message names all of them."""
     name = values.get("model_type")
     if name not in FAMILIES:
         raise UserError(f"model_type is {name!r}: it must be one of {', '.join(FAMILIES)}")

@@ -116,17 +116,10 @@ class _RoxxelDist(TemplateLM):
         temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
         until = options.get("until") or []
         room = min(count, self.max_length // 2)  # the harness cuts a prompt that leaves too little
-        return list(
-            self._made.generate(
-                prompts,
-                room,
-                temperature=temperature,
-                top_k=int(options.get("top_k") or 0),
-                top_p=float(options.get("top_p") or 1.0),
-                stop=[text for text in ([until] if isinstance(until, str) else until) if text],
-                truncate_prompt_tokens=self.max_length - room,
-            )
-        )
+        stop = [text for text in ([until] if isinstance(until, str) else until) if text]
+        top_k, top_p = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
+        sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": stop}
+        return list(self._made.generate(prompts, room, **sampling, truncate_prompt_tokens=self.max_length - room))
 
 
 def _score(graphdef: Any, state: Any, tokens_BxL: jax.Array, scored_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -73,7 +73,7 @@ class Weights:
     folders: tuple[Path, ...] = ()
     """The folders that were read, including those of the bases of adapters."""
 
-    def merged(self) -> "Weights":
+    def merge_adapters(self) -> "Weights":
         """The same model with its adapters merged into the base weights."""
         config = replace(self.config, use_lora=False, init_from=None)
         return replace(self, config=config, params=merge_adapters(self.params, self.scales), scales={})
@@ -82,15 +82,9 @@ class Weights:
 def weights_of(path: str | Path, *, step: int | None = None, best: bool = False) -> Weights:
     """The weights in a run directory, an exported folder, or a Hugging Face folder.
 
-    The default is a run's newest checkpoint; a run without checkpoints has files of weights. Devices are not used.
-
-    Args:
-        path: the folder, or RUN@STEP.
-        step: the checkpoint of this step.
-        best: the checkpoint with the lowest val_loss; the newest if none was validated.
-
-    Raises:
-        ValueError: the folder has no model, no weights, or no weights of that step.
+    The default is a run's newest checkpoint, with `best` that of the lowest val_loss, if one was validated; a run
+    without checkpoints has files of weights. Devices are not used. Raises ValueError: the folder has no model, no
+    weights, or no weights of that step.
     """
     named, named_step = CheckpointRef.parse(path)
     bucket = bucket_run(named)
@@ -104,7 +98,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
         raise UserError(no_run(run, absolute(named)))
     config = Config.from_yaml(run / CONFIG)
     checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
-    saved = saved_checkpoints(checkpoints) if bucket is None else bucket.checkpoints.saved(read_only=True)
+    saved = saved_checkpoints(checkpoints) if bucket is None else bucket.checkpoints.list_saved(read_only=True)
     if saved:
         done = step if step is not None else (best and best_of(saved)) or max(saved)
         if done not in saved:
@@ -123,7 +117,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     folders = (run,)
     if metadata.base is not None and (base := base_of(run, metadata)) is not None:
         check_base(base)
-        weights = weights_of(base.run, step=base.step or None).merged()  # a base may have adapters too
+        weights = weights_of(base.run, step=base.step or None).merge_adapters()  # a base may have adapters too
         params, folders = weights.params | params, (run, *weights.folders)
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
     state = {} if config.model is None else state  # the random streams of dropout
@@ -241,10 +235,8 @@ def load_transformer(path: str | Path, *, best: bool = True) -> Any:
 
 
 def model_of(weights: Weights, path: str | Path, mesh: Mesh | None = None) -> Any:
-    """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit.
-
-    It is divided over a mesh of several devices as in training; without one it lies on the first device.
-    """
+    """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit. It is
+    divided over a mesh of several devices as in training; without one it lies on the first device."""
     mesh = mesh or first_device()
     traced = trace_module(model_builder(weights.config), mesh)
     parts = traced.split
@@ -306,10 +298,8 @@ def attention_kernel(
     begun_with: AttentionKernel | None = None,
     devices: Sequence[Any] | None = None,
 ) -> AttentionKernel:
-    """The attention kernel of a run with batches of these shapes, on these devices, or on those of all processes.
-
-    auto keeps the kernel `begun_with`. Raises ValueError if the named or kept kernel cannot run here.
-    """
+    """The attention kernel of a run with batches of these shapes, on these devices, or on those of all processes. auto
+    keeps the kernel `begun_with`. Raises ValueError if the named or kept kernel cannot run here."""
     if config.model is not None:
         return config.attention
     keeps = config.attention == "auto" and begun_with is not None
@@ -349,9 +339,7 @@ def slower_attention(
 
 def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[[], nnx.Module]:
     """A function that makes the model of a config whose `vocab_size` is known, with the same weights each time.
-
-    `kernel` is the attention kernel and overrides the config: a model may be used on other devices than in training.
-    """
+    `kernel` is the attention kernel and overrides the config: a model may be used on other devices than in training."""
     rngs = {"params": config.seed, "dropout": config.seed + 1}
     if config.model is None:
         shape = dataclasses.replace(config.part(ModelConfig), attention=kernel)
@@ -396,7 +384,7 @@ def _at_base_width(config: Config) -> Config:
 
 
 def parameter_widths(config: Config, build: Callable[[], nnx.Module]) -> dict[str, Width]:
-    """How much wider each parameter of a model is than at its base width, with mup; otherwise empty."""
+    """The factor by which each parameter is wider than at its base width, with mup; otherwise empty."""
     if config.parametrization == "standard":
         return {}
     return widths(*(nnx.eval_shape(make) for make in (build, model_builder(_at_base_width(config)))))

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -243,7 +244,7 @@ def test_what_fails_after_a_checkpoint_is_complete_is_no_failure_of_the_save(sma
 
 
 def test_a_folder_that_cannot_be_swept_keeps_no_rank_from_the_end_of_a_save(tmp_path, monkeypatch):
-    def stale(folder):
+    def stale(*_):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     saver = CheckpointStore(tmp_path / "c")
@@ -252,6 +253,48 @@ def test_a_folder_that_cannot_be_swept_keeps_no_rank_from_the_end_of_a_save(tmp_
     saver.wait()
     assert saver.steps() == [1]
     saver.close()
+
+
+def test_a_save_deletes_nothing_of_another_one_under_way(tmp_path, monkeypatch):
+    """Two writers of one process may have one folder; and a save has no name that one of an earlier job has."""
+    slow, fast = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    goes_on, hash_blocks = threading.Event(), files.hash_blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "hash_blocks", lambda *given: goes_on.wait() and hash_blocks(*given))
+        slow.save(1, {"w": jnp.arange(9.0)}, {})
+        wait_for(lambda: list(tmp_path.glob("1.*/state/_METADATA")), what="its files")
+    fast.save(2, {"w": jnp.arange(9.0)}, {})
+    fast.wait()
+    goes_on.set()
+    slow.wait()
+    assert names(tmp_path) == ["1", "2"]
+    assert slow._token != fast._token
+    slow.close()
+    fast.close()
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    """Orbax leaves a file to the system. Those of tensorstore, which syncs them itself, are not seen here."""
+    synced, missing, fsync, rename = set(), [], os.fsync, os.rename
+
+    def note(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def counts(source, target):
+        ours = [path for path in files.files_below(source) if "ocdbt.process_" not in str(path)]
+        missing.extend(path.name for path in ours if path.stat().st_ino not in synced)
+        rename(source, target)
+
+    saver = CheckpointStore(tmp_path)
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "rename", counts)
+    saver.save(1, {"w": jnp.arange(9.0)}, {})
+    saver.wait()
+    saver.close()
+    assert names(tmp_path) == ["1"]
+    assert synced
+    assert missing == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from roxxel_dist.process.durable import FormatError
 def test_the_best_loss_and_the_validations_since():
     stopping, found = EarlyStopping(), []
     for loss in (3.0, 2.0, 2.5, float("nan"), 2.0, -1.0):
-        stopping = stopping.after(loss)
+        stopping = stopping.observe(loss)
         found.append((stopping.best_loss, stopping.evals_since_best))
     assert found == [(3.0, 0), (2.0, 0), (2.0, 1), (2.0, 2), (2.0, 3), (-1.0, 0)]
 

@@ -1,10 +1,12 @@
 """Where the blocks of arrays lie in the files of a checkpoint."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
 
-from roxxel_dist.checkpoint.stored_blocks import Index
+from roxxel_dist.checkpoint.store import CheckpointStore
+from roxxel_dist.checkpoint.stored_blocks import Index, verify_checkpoints
 
 
 @pytest.mark.parametrize("node_bytes", [300, 100_000_000])
@@ -25,3 +27,13 @@ def test_an_index_of_any_height(tmp_path, node_bytes):
         data = (tmp_path / place.file).read_bytes()[place.start : place.stop]
         assert data == np.ascontiguousarray(array[row : row + 8, column : column + 150]).tobytes()
     assert len(index.places("params/b", ((4, 20), (0, 300)))) == 6
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_damaged(tmp_path):
+    saver = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        saver.save(step, {"w": jnp.arange(9.0)}, {})
+    saver.close()
+    (tmp_path / "2" / "meta.json").unlink()
+    verdicts = verify_checkpoints(tmp_path, [0, 1, 2], lambda count: None)
+    assert [(verdict.name, verdict.state) for verdict in verdicts] == [("step 1", "complete"), ("step 2", "damaged")]

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -271,6 +272,39 @@ def test_what_no_build_can_do_is_refused_before_the_texts_are_read(
     assert capsys.readouterr() == ("", "")
     assert sorted(os.listdir(tmp_path)) == ["model", "texts"]
     assert os.listdir(tmp_path / "model") == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize("val_fraction", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("change", "is_read"),
+    [
+        ({"max_shard_bytes": 400}, False), ({"text_key": "body"}, False), ({"vocab_size": 300}, False),
+        ("longer", False), ("shorter", False), ("one less", False), ("other letters", True), ("one of latin 1", True),
+    ],
+)  # fmt: skip
+def test_another_data_set_in_out_is_refused_before_the_texts_are_read(tmp_path, capsys, change, is_read, val_fraction):
+    """As far as settings and the sizes of files say it: what has the same ones is read, and compared."""
+    texts, options = tmp_path / "in", {"tokenizer": "byte", "val_fraction": val_fraction}
+    texts.mkdir()
+    last = texts / "z.txt"
+    last.write_text("the last one")
+    for name in "abcdef":
+        (texts / f"{name}.txt").write_text(f"{name} " * 70)
+    build(texts, tmp_path / "out", **options, progress=False)
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")}
+    if isinstance(change, dict):
+        options |= change
+    elif change == "one less":
+        last.unlink()
+    else:
+        name = "zz.txt" if change == "one of latin 1" else "z.txt"
+        text = {"longer": "the last one!", "shorter": "the", "other letters": "THE LAST ONE"}.get(change, "caf\xe9")
+        (texts / name).write_bytes(text.encode("latin-1" if change == "one of latin 1" else "utf-8"))
+    is_same = change == "one of latin 1"  # it is not read: the same data set
+    with nullcontext() if is_same else pytest.raises(ValueError, match=r"out holds another data set"):
+        build(texts, tmp_path / "out", **options)
+    assert ("text files" in capsys.readouterr().err) == is_read
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")} == before
 
 
 # Gets a signal when it opens a certain file to write.

@@ -11,8 +11,9 @@ import pytest
 from roxxel_dist.corpus.build import build
 from roxxel_dist.corpus.to_bucket import SentFiles
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.discovery import BUILD_FILE
 from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.data.remote.index import INDEX, write_index
+from roxxel_dist.data.remote.index import INDEX, pack, unpack, write_index
 from roxxel_dist.data.verify import verify_objects
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
@@ -80,7 +81,28 @@ def test_a_missing_last_shard_is_noticed(texts, url):
         Roxxel(url)
 
 
-def test_it_is_built_once(texts, url, link):
+def test_an_index_that_was_written_over_half_an_upload_is_not_trusted(texts, url, link, tmp_path):
+    """As a program may have that does not compare: the last shard came after the index, or never."""
+    built(texts, url)
+    store, last = ObjectStore.open(url), max(key for key in objects(url) if key.endswith(".rox"))
+    whole, record = unpack(INDEX, store.read(INDEX)), store.read(BUILD_FILE)
+    store.write(INDEX, pack([entry for entry in whole if entry.name != last]))
+    message = rf"build.json is of a data set with fingerprint .* copy .* `roxxel-dist data index {url}`"
+    for is_there in (True, False):
+        store.delete([] if is_there else [last])
+        for name in (url, f"{url}/shard_00000.rox"):
+            with pytest.raises(UserError, match=message):
+                Roxxel(name, remote=RemoteConfig(cache_dir=str(tmp_path / "new")))
+    time.sleep(1.1)  # the times of objects are whole seconds
+    store.write(BUILD_FILE, record)  # newer than the index: more shards are on their way
+    config = RemoteConfig(cache_dir=str(tmp_path / "other"))
+    assert len(Roxxel(url, remote=config).shards) == len(whole) - 1
+    before = len(link.requests)
+    assert len(Roxxel(url, remote=config).shards) == len(whole) - 1
+    assert len(link.requests) - before == 1  # of an index that was checked no more than before
+
+
+def test_it_is_built_once(texts, url, link, capsys):
     first = built(texts, url)
     before = sum(request.method in ("PUT", "POST") for request in link.requests)
     assert built(texts, url).fingerprint == first.fingerprint
@@ -89,7 +111,8 @@ def test_it_is_built_once(texts, url, link):
     with pytest.raises(
         ValueError, match=r"holds another data set \(shard_00000.rox, .*: choose another place, or replace"
     ):
-        built(texts, url)
+        built(texts, url, progress=True)
+    assert capsys.readouterr().err == ""  # nothing was read
     again = built(texts, url, overwrite=True)
     assert again.documents == first.documents - 1
 

@@ -207,7 +207,7 @@ def test_what_takes_data_away_is_a_fork(ranges):
 
 def test_a_fork_without_a_shard_begins_the_next_pass():
     plan = Plan(START, OLD, 3)
-    forked = plan.fork(20, START, datasets=SHORTER)
+    forked = plan.amend(20, START, datasets=SHORTER, is_fork=True)
     assert trace(forked, range(20)) == trace(plan, range(20))
     passes = {a.source.name: a.cursor.pass_index for a in forked.segment(20).allocations}
     assert passes == {"self": 1, "code": 0}
@@ -217,7 +217,7 @@ def test_a_fork_without_a_shard_begins_the_next_pass():
     check_disjoint(forked)
     again = Plan.from_state(json.loads(json.dumps(forked.state(0))))
     assert trace(again, range(120)) == trace(forked, range(120))
-    added = plan.fork(20, START, datasets=LONGER)  # what only adds reads what an amendment reads
+    added = plan.amend(20, START, datasets=LONGER, is_fork=True)  # what only adds reads what an amendment reads
     assert trace(added, range(120)) == trace(plan.amend(20, START, datasets=LONGER), range(120))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from roxxel_dist.corpus.build import build
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.atomic_dir import finish_interrupted, publish, staging
+from roxxel_dist.data.files.atomic_dir import finish_interrupted, publish, staging_folder
 from roxxel_dist.process.durable import make_folder, write_file
 from roxxel_dist.process.file_lock import take_lock
 from roxxel_dist.settings.config import Config
@@ -108,14 +108,14 @@ def test_a_first_write_killed_anywhere_leaves_nothing_or_all(tmp_path):
 
 
 def test_a_second_writer_is_refused(tmp_path):
-    with staging(tmp_path, "x") as staged:
+    with staging_folder(tmp_path, "x") as staged:
         (staged / "kept").write_bytes(b"1")
         with (
             pytest.raises(ValueError, match=rf"pid {os.getpid()} on host .* is writing x"),
-            staging(tmp_path, "x"),
+            staging_folder(tmp_path, "x"),
         ):
             pass
-        with staging(tmp_path, "y"):
+        with staging_folder(tmp_path, "y"):
             pass
         assert (staged / "kept").read_bytes() == b"1"
     assert os.listdir(tmp_path) == []
@@ -123,7 +123,7 @@ def test_a_second_writer_is_refused(tmp_path):
 
 def test_what_is_not_published_is_gone(tmp_path):
     def write():
-        with staging(tmp_path / "a" / "b", "x") as staged:
+        with staging_folder(tmp_path / "a" / "b", "x") as staged:
             (staged / "f").write_bytes(b"1")
             raise KeyboardInterrupt
 
@@ -135,7 +135,7 @@ def test_what_is_not_published_is_gone(tmp_path):
 def test_publishing_replaces_and_removes(tmp_path):
     for name in ("a", "b", "c"):
         (tmp_path / name).write_bytes(b"old")
-    with staging(tmp_path, "x") as staged:
+    with staging_folder(tmp_path, "x") as staged:
         for name in ("a", "d"):
             (staged / name).write_bytes(b"new")
         publish(staged, ["a", "b"])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist.data.files.format import DTYPES
-from roxxel_dist.data.files.shard import Shard, ShardSettings, ShardWriter
+from roxxel_dist.data.files.shard import Shard, ShardWriter, WriteOptions
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=12)
 
@@ -32,7 +32,7 @@ def write_shard(path, documents, config):
 
 def ordinary(path: Path, block_size=64) -> list[np.ndarray]:
     documents = documents_of("<u2", [30, 0, 100, 7, 260, 1])
-    write_shard(path, documents, ShardSettings(dtype=np.dtype("<u2"), separator=9, block_size=block_size))
+    write_shard(path, documents, WriteOptions(dtype=np.dtype("<u2"), separator=9, block_size=block_size))
     return documents
 
 
@@ -53,7 +53,7 @@ def flip(path: Path, at: int) -> None:
 def test_what_is_written_comes_back(tmp_path_factory, dtype, lengths, block_size, separator):
     path = tmp_path_factory.mktemp("shard") / "a.rox"
     documents = documents_of(dtype, lengths)
-    config = ShardSettings(dtype=np.dtype(dtype), separator=separator, block_size=block_size)
+    config = WriteOptions(dtype=np.dtype(dtype), separator=separator, block_size=block_size)
     metadata = write_shard(path, documents, config)
     tail = [] if separator is None else [np.array([separator], dtype)]
     expected = np.concatenate([part for document in documents for part in (document, *tail)])
@@ -74,7 +74,7 @@ def test_what_is_written_comes_back(tmp_path_factory, dtype, lengths, block_size
 
 def test_the_bytes_are_those_of_the_documentation(tmp_path):
     path = tmp_path / "a.rox"
-    config = ShardSettings(dtype=np.dtype("<u2"), separator=9, block_size=8, vocab_size=500, tokenizer_fingerprint="f")
+    config = WriteOptions(dtype=np.dtype("<u2"), separator=9, block_size=8, vocab_size=500, tokenizer_fingerprint="f")
     write_shard(path, [np.array([1, 2, 3], "<u2"), np.array([258], "<u2")], config)
     data = path.read_bytes()
     assert data[:10] == b"\x93NUMPY\x01\x00" + struct.pack("<H", 4086)
@@ -223,7 +223,7 @@ def test_random_footers_are_refused_and_nothing_worse(tmp_path_factory, data):
 def test_large_documents_are_written_in_whole_blocks(tmp_path):
     path = tmp_path / "a.rox"
     documents = documents_of("<u4", [1_000_003, 5, 700_001])
-    write_shard(path, documents, ShardSettings(dtype=np.dtype("<u4"), block_size=4097))
+    write_shard(path, documents, WriteOptions(dtype=np.dtype("<u4"), separator=None, block_size=4097))
     shard = Shard.open(path)
     shard.verify()
     assert np.array_equal(shard.tokens, np.concatenate(documents))
@@ -238,7 +238,7 @@ def test_a_huge_document_takes_little_memory(tmp_path, step):
     assert document.nbytes == 16_000_000
     tracemalloc.start()
     try:
-        write_shard(tmp_path / "a.rox", [document, document], ShardSettings(dtype=np.dtype("<u2"), separator=3))
+        write_shard(tmp_path / "a.rox", [document, document], WriteOptions(dtype=np.dtype("<u2"), separator=3))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -253,4 +253,4 @@ def test_a_huge_document_takes_little_memory(tmp_path, step):
 
 def test_a_block_size_of_nothing_is_refused():
     with pytest.raises(ValueError, match="block_size=0"):
-        ShardSettings(dtype=np.dtype("u1"), block_size=0)
+        WriteOptions(dtype=np.dtype("u1"), block_size=0)

@@ -34,11 +34,11 @@ sys.stdin.read()
 ALONE = """
 import os, sys
 from pathlib import Path
-from roxxel_dist.data.files.atomic_dir import publish, staging
+from roxxel_dist.data.files.atomic_dir import publish, staging_folder
 folder, times = Path(sys.argv[1]), 0
 while times < 40:
     try:
-        with staging(folder, "x") as staged:
+        with staging_folder(folder, "x") as staged:
             os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))
             (staged / "file").write_bytes(b"1")
             if times % 2:

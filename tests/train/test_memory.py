@@ -15,7 +15,7 @@ from small_disks import mounted_disk
 
 from roxxel_dist import Roxxel
 from roxxel_dist.checkpoint import blocks, memory
-from roxxel_dist.checkpoint.blocks import BlockFile, DamagedFile, Header, read_blocks, read_header
+from roxxel_dist.checkpoint.blocks import MAGIC, PREAMBLE, BlockFile, DamagedFile, Header, read_blocks, read_header
 from roxxel_dist.model.loss import next_token_loss
 
 EVERY_STEP = {"memory_checkpoint_every": 1, "checkpoint_every": 4, "keep_best": True}
@@ -266,9 +266,11 @@ def test_a_file_is_whole_or_none(tmp_path):
     file.invalidate()  # as the next generation begins
     assert read_header(file.path) is None
     file.close()
-    (tmp_path / "cut").write_bytes(b"RXMEM001" + bytes(8))
-    with pytest.raises(DamagedFile):
-        read_header(tmp_path / "cut")
+    # Cut, and of a header so long that no memory could hold it.
+    for data in (b"RXMEM001" + bytes(8), PREAMBLE.pack(MAGIC, 64, 1 << 50, bytes(32)) + bytes(64)):
+        (tmp_path / "damaged").write_bytes(data)
+        with pytest.raises(DamagedFile):
+            read_header(tmp_path / "damaged")
 
 
 def test_auto_takes_no_more_than_its_share(corpus, folder, tmp_path):

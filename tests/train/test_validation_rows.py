@@ -68,10 +68,10 @@ def test_a_line_says_what_is_read_where_phases_differ():
 
 
 def test_the_best_of_other_rows_is_not_compared():
-    stopping = EarlyStopping().on_rows("a").after(2.0).after(3.0)
+    stopping = EarlyStopping().on_rows("a").observe(2.0).observe(3.0)
     assert stopping == EarlyStopping(best_loss=2.0, evals_since_best=1, rows="a")
     assert stopping.on_rows("a") == stopping
-    assert stopping.on_rows("b").after(5.0) == EarlyStopping(best_loss=5.0, rows="b")
+    assert stopping.on_rows("b").observe(5.0) == EarlyStopping(best_loss=5.0, rows="b")
 
 
 def losses(path):

@@ -163,7 +163,7 @@ def test_an_average_is_merged_and_the_type_of_the_parameters_stays(data, tmp_pat
 def test_of_adapters_the_plain_models_are_merged(run, data, tmp_path):
     adapted = fit(data, tmp_path / "run", init_from=str(run), use_lora=True, lora_rank=2, dropout_rate=0.1)
     merge_run(f"{adapted}@1,8", tmp_path / "merged")
-    models = [weights_of(adapted, step=step).merged().params for step in (1, 8)]
+    models = [weights_of(adapted, step=step).merge_adapters().params for step in (1, 8)]
     merged = weights_of(tmp_path / "merged")
     assert merged.scales == {}
     for name, array in merged.params.items():

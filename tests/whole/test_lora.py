@@ -196,10 +196,10 @@ def test_where_a_base_is_looked_for(tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     saved = {"run": str(tmp_path / "there"), "step": 4, "asked": "runs/base", "fingerprint": "f"}
     base = BaseModelRef.from_dict(saved)
-    assert base.at("runs/base").run == tmp_path / "there", "a relative text of old, from another folder"
-    assert base.at("other@2").checkpoint == (Path("other"), 2)
+    assert base.resolve("runs/base").run == tmp_path / "there", "a relative text of old, from another folder"
+    assert base.resolve("other@2").checkpoint == (Path("other"), 2)
     (tmp_path / "there").rmdir()
-    assert base.at(str(tmp_path / "runs" / "base")).checkpoint == (
+    assert base.resolve(str(tmp_path / "runs" / "base")).checkpoint == (
         tmp_path / "runs" / "base",
         4,
     )

@@ -32,16 +32,9 @@ FINISH_LIMIT_S = 30.0
 def writing(folder: Path, *, nested: bool = False, wait_s: float = 0.0) -> Iterator[None]:
     """Hold the lock of a folder of data sets, without unfinished work of dead writers in it.
 
-    The folder is made if it is missing; an empty one that was made is removed afterwards.
-
-    Args:
-        folder: the folder.
-        nested: whether this process may hold the lock already.
-        wait_s: how many seconds to wait for another holder.
-
-    Raises:
-        FolderIsHeld: another writer, of this process or another, holds it.
-        UserError: the folder cannot be written.
+    The folder is made if it is missing; an empty one that was made is removed afterwards. If it is `nested`, this
+    process may hold the lock already. Another holder is waited for, for `wait_s` seconds. Raises FolderIsHeld: another
+    writer, of this process or another, holds it. UserError: the folder cannot be written.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: name a folder for the shards")
@@ -74,12 +67,9 @@ def writing(folder: Path, *, nested: bool = False, wait_s: float = 0.0) -> Itera
 
 
 @contextmanager
-def staging(folder: Path, name: str) -> Iterator[Path]:
-    """An empty hidden folder in `folder` (created if missing) to write in; it is always removed afterwards.
-
-    Raises:
-        ValueError: `folder` cannot be created or written to, or another process is writing `name` in it.
-    """
+def staging_folder(folder: Path, name: str) -> Iterator[Path]:
+    """An empty hidden folder in `folder` (created if missing) to write in; it is always removed afterwards. Raises
+    ValueError: `folder` cannot be created or written to, or another process is writing `name` in it."""
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     staged = folder / f".{name}{SUFFIX}"
     lock: int | None = None
@@ -134,11 +124,8 @@ def publish(staged: Path, replaced: Iterable[str]) -> None:
 
 
 def finish_interrupted(folder: Path) -> None:
-    """Finish the committed write of a dead writer in `folder`; wait for a live writer that is finishing its own.
-
-    Raises:
-        ValueError: a write must be finished and this process may not write there, or its writer makes no progress.
-    """
+    """Finish the committed write of a dead writer in `folder`; wait for a live writer that is finishing its own. Raises
+    ValueError: a write must be finished and this process may not write there, or its writer makes no progress."""
     for staged in folder.glob(f".*{SUFFIX}"):
         lock_file = _lock_file(staged)
         deadline = time.monotonic() + FINISH_LIMIT_S

@@ -61,10 +61,8 @@ def find_shards(path: DataPath) -> list[Path]:
     An existing path is that file or, for a folder, all `*.rox` in it. With `*`, `?` or `[` it is a pattern. Anything
     else is a prefix: `wiki` is `wiki_00000.rox` and so on, or else all of `wiki*.rox`. If there is no `.rox` file, the
     same rules apply to `.npy` and `.bin`. A `.bin` includes its `.idx`, and NAME means NAME.bin or NAME.npy. The files
-    of one folder, pattern or prefix are sorted by name.
-
-    Raises:
-        ValueError: a folder has both training and validation splits, or an interrupted write in it cannot be finished.
+    of one folder, pattern or prefix are sorted by name. Raises ValueError: a folder has both training and validation
+    splits, or an interrupted write in it cannot be finished.
     """
     if not isinstance(path, (str, os.PathLike)):
         return list(dict.fromkeys(shard for one_path in path for shard in find_shards(one_path)))
@@ -150,7 +148,7 @@ def unfinished_copies(folder: Path) -> list[str]:
 
 
 def build_record(data: bytes) -> dict[str, Any] | None:
-    """What `data build` has recorded, from the bytes of a `build.json`; None where another program made the file."""
+    """The record of `data build` in the bytes of a `build.json`; None where another program made the file."""
     try:
         record = json.loads(data)
     except ValueError:

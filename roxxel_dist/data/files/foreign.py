@@ -51,7 +51,7 @@ SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, eq=False)
 class ForeignFile:
-    """One open token file of another system, with the interface of a shard.
+    """An open token file of another system, with the interface of a shard.
 
     Opening is O(1) in the size of the file. It stays mapped as long as this object or an array taken from it lives.
     """
@@ -82,11 +82,8 @@ class ForeignFile:
 
     @cached_property
     def document_ends(self) -> np.ndarray:
-        """The end of each document, exclusive: int64 [documents], in tokens. Computed on first access.
-
-        Raises:
-            ValueError: the index of a Megatron pair does not describe its tokens.
-        """
+        """The end of each document, exclusive: int64 [documents], in tokens. Computed on first access. Raises
+        ValueError: the index of a Megatron pair does not describe its tokens."""
         ends = self._read_ends()
         ends.flags.writeable = False
         return ends
@@ -98,8 +95,7 @@ class ForeignFile:
     def verify(self) -> None:
         """Check the sizes and a whole Megatron index, because there are no checksums.
 
-        Raises:
-            ValueError: the size of a file has changed since it was opened, or the index is damaged.
+        Raises ValueError: the size of a file has changed since it was opened, or the index is damaged.
         """
         for path, size in self._sizes.items():
             now = path.stat().st_size
@@ -109,15 +105,10 @@ class ForeignFile:
 
 
 def open_foreign(path: str | os.PathLike[str], dtype: Any = None) -> ForeignFile:
-    """Map a token file of another system; see the module docstring for the formats.
+    """Map a token file of another system: a ROXXEL02 file, by its last bytes, or a `.npy`, `.bin` or `.idx`.
 
-    Args:
-        path: a ROXXEL02 file (recognized by its last bytes), or one that ends in `.npy`, `.bin` or `.idx`.
-        dtype: of the tokens in a headerless `.bin`; in other files it must match the file's dtype.
-
-    Raises:
-        ValueError: it is not a complete file of its kind. The message names it.
-        FileNotFoundError: there is no such file.
+    `dtype` is that of the tokens in a headerless `.bin`; in other files it must match the file's. Raises ValueError: it
+    is not a complete file of its kind. The message names it. FileNotFoundError: there is no such file.
     """
     path = Path(path)
     given = None if dtype is None else storage_dtype(dtype)
@@ -168,16 +159,9 @@ def _file(
             start = last * number // (SAMPLED_BLOCKS + 1)
             digest.update(data[start : start + SAMPLE_BYTES])
     metadata = Metadata(
-        tokens=count,
-        documents=documents,
-        vocab_size=None,
-        tokenizer_fingerprint=None,
-        separator=None,
-        index=0,
-        first_token=0,
-        first_document=0,
-        chain=digest.hexdigest(),
-    )
+        tokens=count, documents=documents, vocab_size=None, tokenizer_fingerprint=None, separator=None, index=0,
+        first_token=0, first_document=0, chain=digest.hexdigest(),
+    )  # fmt: skip
     read_ends = read_ends or (lambda: np.array([count], np.int64))
     sizes = {path: len(data) for path, data in maps.items()}
     return ForeignFile(path, kind, np.ndarray(count, dtype, mapped, offset), offset, metadata, read_ends, sizes)

@@ -100,9 +100,11 @@ def npy_header(dtype: np.dtype, tokens: int) -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode("ascii")
 
 
-def end_of_tokens(dtype: np.dtype, tokens: int) -> int:
-    """The offset of the document ends: after the tokens, on a multiple of 8 bytes."""
-    return -(-(HEADER_BYTES + tokens * dtype.itemsize) // 8) * 8
+def offsets(dtype: np.dtype, tokens: int, documents: int, block_size: int) -> tuple[int, int, int]:
+    """The offsets of the document ends, the checksums and the metadata. Tables begin on a multiple of 8 bytes."""
+    ends = -(-(HEADER_BYTES + tokens * dtype.itemsize) // 8) * 8
+    sums = ends + 8 * documents
+    return ends, sums, sums + 8 * block_count(tokens * dtype.itemsize, block_size)
 
 
 def chain_of(previous: str, metadata: Metadata, dtype: np.dtype, ends_checksum: int, sums_checksum: int) -> str:
@@ -116,28 +118,16 @@ def pack_end(layout: ShardLayout) -> bytes:
     """The metadata and the footer of a file."""
     meta = json.dumps(layout.metadata.to_dict(), sort_keys=True, separators=(",", ":")).encode("ascii")
     numbers = FOOTER.pack(
-        layout.metadata.tokens,
-        layout.dtype.str.encode("ascii"),
-        layout.block_size,
-        layout.metadata.documents,
-        layout.ends_offset,
-        layout.sums_offset,
-        layout.meta_offset,
-        len(meta),
-        layout.ends_checksum,
-        layout.sums_checksum,
-        0,
-        MAGIC,
-    )[:SIGNED_BYTES]
+        layout.metadata.tokens, layout.dtype.str.encode("ascii"), layout.block_size, layout.metadata.documents,
+        layout.ends_offset, layout.sums_offset, layout.meta_offset, len(meta), layout.ends_checksum,
+        layout.sums_checksum, 0, MAGIC,
+    )[:SIGNED_BYTES]  # fmt: skip
     return meta + numbers + struct.pack("<Q", checksum(meta + numbers)) + MAGIC
 
 
 def parse(path: object, data: bytes | memoryview) -> ShardLayout:
-    """Read and check the header, the metadata and the footer of a whole file in memory (a mapped one: O(1)).
-
-    Raises:
-        ValueError: the bytes are not one complete ROXXEL03 file. The message names `path`.
-    """
+    """Read and check the header, the metadata and the footer of a whole file in memory (a mapped one: O(1)). Raises
+    ValueError: the bytes are not one complete ROXXEL03 file. The message names `path`."""
     view = memoryview(data)
     layout = parse_end(path, len(view), view)
     if bytes(view[:HEADER_BYTES]) != npy_header(layout.dtype, layout.metadata.tokens):
@@ -146,11 +136,8 @@ def parse(path: object, data: bytes | memoryview) -> ShardLayout:
 
 
 def parse_end(path: object, size: int, end: bytes | memoryview) -> ShardLayout:
-    """Read and check the metadata and the footer of a file of `size` bytes, from its last ones, `end`.
-
-    Raises:
-        ValueError: they are not the end of a ROXXEL03 file of that size. The message names `path`.
-    """
+    """Read and check the metadata and the footer of a file of `size` bytes, from its last ones, `end`. Raises
+    ValueError: they are not the end of a ROXXEL03 file of that size. The message names `path`."""
     if size < HEADER_BYTES + FOOTER.size:
         raise UserError(
             f"{path}: {size} bytes are too few for a .rox file, which has at least {HEADER_BYTES + FOOTER.size}; "
@@ -173,11 +160,9 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> ShardLayout:
     dtype = np.dtype(dtype_name)
     if block_size < 1 or min(tokens, documents, meta_length) < 0:
         raise UserError(f"{path}: the footer is damaged (a negative size). {REPLACE}")
-    expected_ends = end_of_tokens(dtype, tokens)
-    expected_sums = expected_ends + 8 * documents
-    expected_meta = expected_sums + 8 * block_count(tokens * dtype.itemsize, block_size)
-    expected_size = expected_meta + meta_length + FOOTER.size
-    if (ends, sums, meta, size) != (expected_ends, expected_sums, expected_meta, expected_size):
+    expected = offsets(dtype, tokens, documents, block_size)
+    expected_size = expected[-1] + meta_length + FOOTER.size
+    if (ends, sums, meta, size) != (*expected, expected_size):
         raise UserError(
             f"{path}: the file has {size} bytes, but its footer says {expected_size}; "
             f"bytes are missing or were added. {REPLACE}"
@@ -193,15 +178,9 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> ShardLayout:
     if (metadata.tokens, metadata.documents) != (tokens, documents):
         raise UserError(f"{path}: the metadata and the footer disagree about tokens or documents. {REPLACE}")
     return ShardLayout(
-        metadata=metadata,
-        dtype=dtype,
-        block_size=block_size,
-        ends_offset=ends,
-        sums_offset=sums,
-        meta_offset=meta,
-        ends_checksum=ends_sum,
-        sums_checksum=sums_sum,
-    )
+        metadata=metadata, dtype=dtype, block_size=block_size, ends_offset=ends, sums_offset=sums, meta_offset=meta,
+        ends_checksum=ends_sum, sums_checksum=sums_sum,
+    )  # fmt: skip
 
 
 MOST_WORKERS = 1024

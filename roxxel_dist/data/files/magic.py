@@ -56,35 +56,18 @@ MAGICS: tuple[tuple[bytes, str, str], ...] = (
 MIN_TEXT = 64
 
 
-def _is_gzip(head: bytes, size: int) -> bool:
-    return head[3] < 0x20  # five flags are defined
-
-
-def _is_bzip2(head: bytes, size: int) -> bool:
-    return head[3:4].isdigit() and head[4:10] in (b"1AY&SY", b"\x17rE8P\x90")
-
-
-def _is_jpeg(head: bytes, size: int) -> bool:
-    return head[3] >= 0xC0
-
-
-CHECKS: dict[bytes, Callable[[bytes, int], bool]] = {
-    b"\x1f\x8b\x08": _is_gzip,
-    b"BZh": _is_bzip2,
-    b"\xff\xd8\xff": _is_jpeg,
+CHECKS: dict[bytes, Callable[[bytes], bool]] = {
+    b"\x1f\x8b\x08": lambda head: head[3] < 0x20,  # gzip: five flags are defined
+    b"BZh": lambda head: head[3:4].isdigit() and head[4:10] in (b"1AY&SY", b"\x17rE8P\x90"),
+    b"\xff\xd8\xff": lambda head: head[3] >= 0xC0,  # JPEG
 }
 """More tests of formats whose magic numbers are short enough for a chance match."""
 
 
 def known_format(head: bytes, size: int) -> tuple[str, str] | None:
-    """(what a file is, the fix) by its first bytes; None if they may be tokens.
-
-    Args:
-        head: the first `HEAD_BYTES` bytes, or all of a smaller file.
-        size: bytes of the whole file.
-    """
+    """(what a file of `size` bytes is, the fix) by its first `HEAD_BYTES` bytes; None if they may be tokens."""
     for magic, what, fix in MAGICS:
-        if head.startswith(magic) and (size <= len(magic) or CHECKS.get(magic, lambda head, size: True)(head, size)):
+        if head.startswith(magic) and (size <= len(magic) or CHECKS.get(magic, lambda head: True)(head)):
             return what, fix
     if len(head) >= 16 and (what := _by_structure(head, size)) is not None:
         return what, AGAIN if "weights" in what else SAVE
@@ -120,13 +103,7 @@ def is_text(head: bytes) -> bool:
 
 
 def refuse_known(path: Path, data: memoryview, *, text: bool = True) -> None:
-    """Raises UserError, with the name of the format and the fix, for a file that holds no plain tokens.
-
-    Args:
-        path: the file, for the message.
-        data: its bytes.
-        text: whether text is no tokens either.
-    """
+    """Raises UserError, with the format and the fix, for the bytes of a file that hold no plain tokens; nor `text`."""
     head = bytes(data[:HEAD_BYTES])
     found = known_format(head, len(data))
     if found is None and text and is_text(head):
@@ -140,10 +117,8 @@ def wider_dtype(tokens: np.ndarray) -> str | None:
     """The dtype that a file really has, if its tokens, read as uint16, can only be the parts of wider numbers.
 
     Ids of a vocabulary below 2^20 that are saved in 32 bits are pairs of uint16, of which each second one is below 16;
-    in 64 bits the third and the fourth are 0. A text in uint16 is never like that.
-
-    Args:
-        tokens: some tokens from an even number of bytes, uint16 [tokens], beginning at a multiple of 8 bytes.
+    in 64 bits the third and the fourth are 0. A text in uint16 is never like that. `tokens` are uint16 [tokens] of an
+    even number of bytes, beginning at a multiple of 8 bytes.
     """
     rows = tokens[: len(tokens) // 4 * 4].reshape(-1, 4)
     if len(rows) < 8 or len(np.unique(rows[:, 0])) < 5 or (rows[:, 1] >= 16).any():

@@ -43,11 +43,8 @@ def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
     """The bytes of some files: a read-only uint8 array [file size] each, all in one range of addresses.
 
     Each begins on a page boundary. They stay mapped as long as one of the arrays or a view of one lives, without open
-    file descriptors, so a data set may have thousands of shards.
-
-    Raises:
-        ValueError: a file is empty or its size changes during the call; the message names it.
-        OSError: a file cannot be opened or mapped.
+    file descriptors, so a data set may have thousands of shards. Raises ValueError: a file is empty or its size changes
+    during the call; the message names it. OSError: a file cannot be opened or mapped.
     """
     if not paths:
         return []
@@ -101,11 +98,8 @@ def _map_memory(address: int | None, size: int, protection: int, flags: int, fd:
 def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     """Read `count` tokens of a file from a byte offset: a fresh array [count], by read(2) and not from a map.
 
-    In a map of a truncated file the rest of the last page would be zeros.
-
-    Raises:
-        ValueError: the file was truncated. The message names it.
-        OSError: the file cannot be opened.
+    In a map of a truncated file the rest of the last page would be zeros. Raises ValueError: the file was truncated.
+    The message names it. OSError: the file cannot be opened.
     """
     tokens = np.fromfile(path, dtype, count, offset=offset)
     if len(tokens) < count:
@@ -118,13 +112,7 @@ def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndar
 
 class WindowReader(ABC):
     """Finds the range that holds each window of a data set: the base of readers, which copy windows from there.
-
-    Args:
-        firsts: the numbers of the ranges' first tokens in the data set.
-        lengths: tokens of each range.
-        dtype: of the tokens.
-        name: of the data set, for messages.
-    """
+    `firsts` are the numbers of the ranges' first tokens in the data set, which messages call `name`."""
 
     def __init__(self, firsts: Sequence[int], lengths: Sequence[int], dtype: np.dtype, name: object) -> None:
         self.dtype: np.dtype = dtype

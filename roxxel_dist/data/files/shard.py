@@ -1,4 +1,4 @@
-"""One `.rox` file: read in place through a memory map, written in one pass. `format.py` has its layout."""
+"""A `.rox` file: read in place through a memory map, written in one pass. `format.py` has its layout."""
 
 import os
 from array import array
@@ -12,16 +12,19 @@ import xxhash
 from roxxel_dist.data.files.format import (
     HEADER_BYTES,
     LARGEST_BLOCK,
+    MOST_SHARD_BYTES,
     Metadata,
     ShardLayout,
     block_count,
     chain_of,
     check_range,
     checksum,
-    end_of_tokens,
     npy_header,
+    offsets,
     pack_end,
     parse,
+    smallest_dtype,
+    storage_dtype,
 )
 from roxxel_dist.data.files.reader import map_files
 from roxxel_dist.objects.url import ObjectUrl
@@ -42,7 +45,7 @@ class DamagedData(UserError):
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One open `.rox` file. Opening is O(1): it checks the size, the footer and the metadata, and reads nothing else.
+    """An open `.rox` file. Opening is O(1): it checks the size, the footer and the metadata, and reads nothing else.
 
     The file stays mapped as long as this object or an array taken from it lives.
     """
@@ -64,9 +67,8 @@ class Shard:
     def open(cls, path: str | os.PathLike[str]) -> "Shard":
         """Map a file.
 
-        Raises:
-            ValueError: it is not one complete ROXXEL03 file; the message names it.
-            FileNotFoundError: there is no such file.
+        Raises ValueError: it is not one complete ROXXEL03 file; the message names it. FileNotFoundError: there is no
+        such file.
         """
         path = Path(path)
         return cls.of_file(path, map_files([path])[0])
@@ -113,8 +115,7 @@ class Shard:
     def verify(self) -> None:
         """Read the whole file and compare it with its checksums.
 
-        Raises:
-            ValueError: something differs; the message names the file and, for tokens, the block and the document.
+        Raises ValueError: something differs; the message names the file and, for tokens, the block and the document.
         """
         self.verify_tables()
         self.refuse(self.damaged_blocks(np.arange(self.blocks)))
@@ -198,29 +199,45 @@ def check_ends(path: object, ends: np.ndarray, tokens: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardSettings:
-    """The common settings of the shards of one data set."""
+class WriteOptions:
+    """Options of `Roxxel.write`; see its arguments. A shard is written with a dtype, and a separator of it or None."""
 
-    dtype: np.dtype
-    separator: int | float | None = None
-    """The element added after every document, or None."""
+    separator: Any = b"\x00"
     block_size: int = DEFAULT_BLOCK_SIZE
-    """Bytes per checksum."""
+    max_shard_bytes: int | None = None
+    dtype: Any = None
     vocab_size: int | None = None
     tokenizer_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
         check_range("block_size", self.block_size, LARGEST_BLOCK, "bytes of a checksum")
+        if self.max_shard_bytes is not None:
+            check_range("max_shard_bytes", self.max_shard_bytes, MOST_SHARD_BYTES, "bytes of tokens in a shard")
+        if self.vocab_size is not None:
+            smallest_dtype(self.vocab_size)
+
+    def continue_from(self, last: Metadata, dtype: np.dtype, path: object) -> "WriteOptions":
+        """The options for data appended after the shard at `path`, which gives the missing ones."""
+        existing = {
+            "dtype": dtype,
+            "vocab_size": last.vocab_size,
+            "tokenizer_fingerprint": last.tokenizer_fingerprint,
+        }
+        for name, there in existing.items():
+            given = getattr(self, name)
+            if given is not None and (storage_dtype(given) if name == "dtype" else given) != there:
+                raise UserError(
+                    f"{name}={given}: the data set appended to has {there} ({path}). "
+                    "Append what fits, or write a new data set"
+                )
+        return replace(self, **existing)
 
 
 class ShardWriter:
     """Writes one shard at `path`, document by document, in about a megabyte of memory plus 8 bytes per document and
-    block.
+    block. The file is complete only after `finish`: write under a temporary name that no reader opens."""
 
-    The file is complete only after `finish`: write under a temporary name that no reader opens.
-    """
-
-    def __init__(self, path: Path, settings: ShardSettings, *, after: Metadata | None = None) -> None:
+    def __init__(self, path: Path, settings: WriteOptions, *, after: Metadata | None = None) -> None:
         self.path = path
         self.settings = settings
         self.tokens: int = 0
@@ -267,34 +284,23 @@ class ShardWriter:
         self._write_blocks(len(self._pending))
         dtype, after = self.settings.dtype, self._after
         ends, sums = np.array(self._ends, "<i8"), np.array(self._sums, "<u8")
-        ends_offset = end_of_tokens(dtype, self.tokens)
+        ends_offset, sums_offset, meta_offset = offsets(dtype, self.tokens, len(ends), self.settings.block_size)
         self._file.write(bytes(ends_offset - HEADER_BYTES - self.token_bytes))
         self._file.write(ends.tobytes() + sums.tobytes())
         ends_checksum, sums_checksum = checksum(ends.data), checksum(sums.data)
         metadata = Metadata(
-            tokens=self.tokens,
-            documents=len(self._ends),
-            vocab_size=self.settings.vocab_size,
-            tokenizer_fingerprint=self.settings.tokenizer_fingerprint,
-            separator=self.settings.separator,
-            index=after.index + 1 if after else 0,
-            first_token=after.first_token + after.tokens if after else 0,
-            first_document=after.first_document + after.documents if after else 0,
-            chain="",
-            text_bytes=self._text_bytes or None,
-            counted_bytes=self._counted_bytes if self._text_bytes else None,
-        )
+            tokens=self.tokens, documents=len(self._ends), vocab_size=self.settings.vocab_size,
+            tokenizer_fingerprint=self.settings.tokenizer_fingerprint, separator=self.settings.separator,
+            index=after.index + 1 if after else 0, first_token=after.first_token + after.tokens if after else 0,
+            first_document=after.first_document + after.documents if after else 0, chain="",
+            text_bytes=self._text_bytes or None, counted_bytes=self._counted_bytes if self._text_bytes else None,
+        )  # fmt: skip
         chain = chain_of(after.chain if after else "", metadata, dtype, ends_checksum, sums_checksum)
         layout = ShardLayout(
-            metadata=replace(metadata, chain=chain),
-            dtype=dtype,
-            block_size=self.settings.block_size,
-            ends_offset=ends_offset,
-            sums_offset=ends_offset + ends.nbytes,
-            meta_offset=ends_offset + ends.nbytes + sums.nbytes,
-            ends_checksum=ends_checksum,
-            sums_checksum=sums_checksum,
-        )
+            metadata=replace(metadata, chain=chain), dtype=dtype, block_size=self.settings.block_size,
+            ends_offset=ends_offset, sums_offset=sums_offset, meta_offset=meta_offset,
+            ends_checksum=ends_checksum, sums_checksum=sums_checksum,
+        )  # fmt: skip
         self._file.write(pack_end(layout))
         self._file.seek(0)
         self._file.write(npy_header(dtype, self.tokens))

@@ -58,7 +58,7 @@ class ShardSlice:
         return int(self.shard.metadata.separator is not None)
 
     def read_documents(self) -> Iterator[np.ndarray]:
-        """All documents in order, by read(2) and not from the mapped file: [tokens].
+        """The documents in order, by read(2) and not from the mapped file: [tokens].
 
         Raises ValueError, naming the file, if it is truncated.
         """
@@ -162,7 +162,8 @@ def open_files(paths: Sequence[Path], dtype: Any = None) -> list[TokenFile]:
     `dtype` is of the tokens in a headerless `.bin`; in other files it must match the file's dtype. Raises ValueError,
     naming the file, if one is not a complete file of a known kind.
     """
-    rox = [path for path in paths if not _is_foreign(path)]
+    ends = {path: last_bytes(path, len(MAGIC)) for path in paths}
+    rox = [path for path in paths if ends[path] != OLD_MAGIC and (path.suffix not in FOREIGN or ends[path] == MAGIC)]
     mapped = dict(zip(rox, map_files(rox), strict=True)) if rox else {}
     files: list[TokenFile] = []
     for path in paths:
@@ -182,11 +183,6 @@ def check_dtype(shard: Shard, dtype: Any) -> None:
     """Raises ValueError if a shard has another dtype than the one that was given, if one was."""
     if dtype is not None and storage_dtype(dtype) != shard.dtype:
         raise UserError(OTHER_DTYPE.format(path=shard.path, dtype=dtype, there=shard.dtype))
-
-
-def _is_foreign(path: Path) -> bool:
-    ending = last_bytes(path, len(MAGIC))
-    return ending == OLD_MAGIC or (path.suffix in FOREIGN and ending != MAGIC)
 
 
 def _one_data_set(files: Sequence[TokenFile], alone: bool) -> Sequence[TokenFile]:

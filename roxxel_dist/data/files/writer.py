@@ -1,63 +1,26 @@
-"""From a stream of documents to shards, with one document and no shard in memory; no value of a token changes."""
+"""Writes a stream of documents as shards, with one document and no shard in memory; no value of a token changes."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from roxxel_dist.data.files.atomic_dir import FINISH_LIMIT_S, publish, staging, writing
+from roxxel_dist.data.files.atomic_dir import FINISH_LIMIT_S, publish, staging_folder, writing
 from roxxel_dist.data.files.discovery import BUILD_FILE, Target
 from roxxel_dist.data.files.format import (
     DTYPES,
-    MOST_SHARD_BYTES,
     Metadata,
-    check_range,
     smallest_dtype,
     storage_dtype,
 )
-from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, ShardSettings, ShardWriter
-from roxxel_dist.data.files.slices import TokenFile, open_slices
+from roxxel_dist.data.files.shard import ShardWriter, WriteOptions
+from roxxel_dist.data.files.slices import open_slices
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
-
-
-@dataclass(frozen=True, kw_only=True)
-class WriteOptions:
-    """Options of `Roxxel.write`; see its arguments."""
-
-    separator: str | bytes | int | float | None = b"\x00"
-    block_size: int = DEFAULT_BLOCK_SIZE
-    max_shard_bytes: int | None = None
-    dtype: Any = None
-    vocab_size: int | None = None
-    tokenizer_fingerprint: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_shard_bytes is not None:
-            check_range("max_shard_bytes", self.max_shard_bytes, MOST_SHARD_BYTES, "bytes of tokens in a shard")
-        if self.vocab_size is not None:
-            smallest_dtype(self.vocab_size)
-
-    def continue_from(self, last: TokenFile) -> "WriteOptions":
-        """The options for data appended after `last`, which gives the missing ones."""
-        metadata = last.metadata
-        existing = {
-            "dtype": last.dtype,
-            "vocab_size": metadata.vocab_size,
-            "tokenizer_fingerprint": metadata.tokenizer_fingerprint,
-        }
-        for name, there in existing.items():
-            given = getattr(self, name)
-            if given is not None and (storage_dtype(given) if name == "dtype" else given) != there:
-                raise UserError(
-                    f"{name}={given}: the data set appended to has {there} ({last.path}). "
-                    "Append what fits, or write a new data set"
-                )
-        return replace(self, **existing)
 
 
 class TextDocument(NamedTuple):
@@ -97,15 +60,8 @@ def write_shards(
         dtype = storage_dtype(options.dtype)
     else:
         dtype = first[1].dtype if options.vocab_size is None else smallest_dtype(options.vocab_size)
-    settings = ShardSettings(
-        dtype=dtype,
-        separator=separator_value(options.separator, dtype),
-        block_size=options.block_size,
-        vocab_size=options.vocab_size,
-        tokenizer_fingerprint=options.tokenizer_fingerprint,
-    )
-    limit = options.max_shard_bytes
-    per_document = settings.separator is not None
+    options = replace(options, dtype=dtype, separator=separator_value(options.separator, dtype))
+    limit, per_document = options.max_shard_bytes, options.separator is not None
     written: list[Path] = []
     writer: ShardWriter | None = None
     try:
@@ -119,7 +75,7 @@ def write_shards(
             if writer is None:
                 path = folder / name(after.index + 1 if after else 0)
                 written.append(path)
-                writer = ShardWriter(path, settings, after=after)
+                writer = ShardWriter(path, options, after=after)
             writer.add(document, *sizes)
         if writer is not None:
             writer.finish()
@@ -148,12 +104,12 @@ def write_data_set(target: Target, items: Iterable[Any], options: WriteOptions, 
 
 
 def _write(target: Target, items: Iterable[Any], options: WriteOptions, append: bool) -> None:
-    with staging(target.folder, target.name(0)) as staged:
+    with staging_folder(target.folder, target.name(0)) as staged:
         existing = target.shards()
         after = None
         if append and existing:
             last = open_slices(existing, alone=not target.numbered)[-1].shard
-            options, after = options.continue_from(last), last.metadata
+            options, after = options.continue_from(last.metadata, last.dtype, last.path), last.metadata
         if not write_shards(staged, target.name, items, options, after=after) and after is None:
             raise UserError(f"{target.folder / target.name(0)}: there were no items to write; nothing was changed")
         replaced = [] if append else [path.name for path in existing]
@@ -164,7 +120,7 @@ def _write(target: Target, items: Iterable[Any], options: WriteOptions, append: 
 
 
 def as_array(item: Any, number: int) -> np.ndarray:
-    """One document as an array [tokens]: text becomes its UTF-8 bytes (uint8), arrays are unchanged."""
+    """A document as an array [tokens]: text becomes its UTF-8 bytes (uint8), arrays are unchanged."""
     if isinstance(item, str):
         item = item.encode()
     if isinstance(item, (bytes, bytearray, memoryview)):

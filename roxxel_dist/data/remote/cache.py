@@ -53,11 +53,8 @@ class CacheError(UserError):
 
 
 class ChunkCache:
-    """Files in `folder`, of about `capacity` bytes in all. Thread-safe; other processes may use the folder too.
-
-    Raises:
-        CacheError: the folder cannot be created or written.
-    """
+    """Files in `folder`, of about `capacity` bytes in all. Thread-safe; other processes may use the folder too. Raises
+    CacheError: the folder cannot be created or written."""
 
     def __init__(self, folder: Path, capacity: int) -> None:
         self.folder: Path = folder
@@ -177,9 +174,7 @@ class ChunkCache:
 
     def _evict(self, which: int, used_share: float = 1.0) -> int:
         """Unlink the least recently used files of a set, down to `LOW` of its size or `used_share` of its files.
-
-        Returns the number of files.
-        """
+        Returns the number of files."""
         files: list[tuple[float, int, str]] = []
         now = time.time()
         # FOLDERS is a multiple of `sets`: these folders have all names of the set.

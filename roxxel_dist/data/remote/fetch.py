@@ -109,17 +109,14 @@ class _Memory:
 
 
 class Fetcher:
-    """Reads the chunks of the shards of one data set. Thread-safe.
-
-    Attributes:
-        waits: how often a reader has waited for chunks that were neither in memory nor in the cache.
-    """
+    """Reads the chunks of the shards of one data set. Thread-safe."""
 
     def __init__(self, store: ObjectStore, cache: ChunkCache) -> None:
         self.store: ObjectStore = store
         self.cache: ChunkCache = cache
         self.shards: Sequence[RemoteShard] = ()
         self.waits: int = 0
+        """How often a reader has waited for chunks that were neither in memory nor in the cache."""
         self._memory = _Memory()
         self._urgent, self._ahead = _Pool("roxxel-fetch"), _Pool("roxxel-fetch-ahead")
         self._has_warned = False
@@ -127,7 +124,9 @@ class Fetcher:
     def serve(self, shards: Sequence[RemoteShard]) -> None:
         """Read these shards from now on; their places are in this order."""
         self.shards = shards
-        self._keys = [_key_of(shard) for shard in shards]
+        # A name for an object and its chunks: those of another version of it are other chunks.
+        of = [(s.path, s.entry.etag, s.entry.size, s.chunks.size, s.chunks.numbers) for s in shards]
+        self._keys = [xxhash.xxh3_64_hexdigest(" ".join(map(str, parts)).encode()) for parts in of]
         self._sizes = np.array([shard.chunks.size for shard in shards], np.int64)
 
     @property
@@ -138,16 +137,11 @@ class Fetcher:
     # -- reading
 
     def copy(self, numbers: np.ndarray, starts: np.ndarray, rows: np.ndarray) -> None:
-        """Copy bytes of the tokens of shards into rows.
+        """Copy bytes of the tokens of shards into `rows`, uint8 [R, bytes].
 
-        Args:
-            numbers: int64 [R], the shard of each row.
-            starts: int64 [R], the first byte, counted from the shard's first token.
-            rows: uint8 [R, bytes].
-
-        Raises:
-            DamagedData: a block that is read is damaged in the bucket, or the object was replaced.
-            StoreError: the store fails after all retries.
+        `numbers` are the shards of the rows, `starts` their first bytes from the shard's first token, int64 [R] each.
+        Raises DamagedData: a block that is read is damaged in the bucket, or the object was replaced. StoreError: the
+        store fails after all retries.
         """
         count, length = rows.shape
         at_once = max(1, COPY_BYTES // max(1, length))
@@ -353,13 +347,6 @@ class Fetcher:
             if not any(chunk.damaged for chunk in result.values()):
                 break
         return result
-
-
-def _key_of(shard: RemoteShard) -> str:
-    """A name for an object and its chunks: those of another version of it are other chunks."""
-    entry, chunks = shard.entry, shard.chunks
-    parts = f"{shard.path} {entry.etag} {entry.size} {chunks.size} {chunks.numbers}"
-    return xxhash.xxh3_64_hexdigest(parts.encode())
 
 
 def _neighbours(places: Iterable[Place]) -> list[list[Place]]:

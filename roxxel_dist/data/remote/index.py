@@ -68,11 +68,9 @@ def write_index(store: ObjectStore) -> str:
     """Write the index of all shards (`*.rox`) directly below a store's prefix, and return its ETag.
 
     Tables are read and compared with the footers; tokens are not read. If the store has conditional puts, an index that
-    another process has written meanwhile is not replaced.
-
-    Raises:
-        ValueError: there is no shard, or one is damaged or incomplete. The message names the object.
-        StoreError: the store fails; StorePreconditionError if another process has written an index meanwhile.
+    another process has written meanwhile is not replaced. Raises ValueError: there is no shard, or one is damaged or
+    incomplete. The message names the object. StoreError: the store fails; StorePreconditionError if another process has
+    written an index meanwhile.
     """
     objects = store.list()
     before = next((info.etag for info in objects if info.key == INDEX), None)
@@ -141,9 +139,7 @@ def _read_entry(store: ObjectStore, info: ObjectInfo) -> ShardEntry:
 
 def read_tables(store: ObjectStore, entry: ShardEntry, layout: ShardLayout) -> tuple[np.ndarray, np.ndarray]:
     """The document ends (int64) and the checksums (uint64) of a shard, compared with its footer, and so its header.
-
-    Raises ValueError, naming the object, for damage.
-    """
+    Raises ValueError, naming the object, for damage."""
     where, cure = store.url.join(entry.name), "Copy the object again from its source"
     header = store.read_range(entry.name, 0, HEADER_BYTES, etag=entry.etag)
     if header != npy_header(layout.dtype, layout.metadata.tokens):
@@ -178,21 +174,14 @@ def digests(data: bytes | memoryview, size: int = TABLE_BYTES) -> np.ndarray:
     return np.array([xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, len(data), size)], np.uint64)
 
 
+COLUMNS = {"sums": "<u8", "ends": "<u8", "firsts": "<i8"}
+
+
 def pack(entries: Sequence[ShardEntry]) -> bytes:
     """The bytes of the index object of these shards, which all have digests."""
-    shards = [
-        {
-            **vars(entry),
-            **{name: _column(entry, name).tobytes() for name in ("sums", "ends", "firsts")},
-        }
-        for entry in entries
-    ]
+    shards = [vars(entry) | {name: getattr(entry, name).tobytes() for name in COLUMNS} for entry in entries]
     body = zlib.compress(msgpack.packb({"shards": shards}) or b"", 1)
     return HEAD.pack(MAGIC, checksum(body)) + body
-
-
-def _column(entry: ShardEntry, name: str) -> np.ndarray:
-    return getattr(entry, name).astype("<i8" if name == "firsts" else "<u8")
 
 
 def unpack(where: object, data: bytes) -> list[ShardEntry]:
@@ -203,16 +192,7 @@ def unpack(where: object, data: bytes) -> list[ShardEntry]:
     if checksum(data[HEAD.size :]) != HEAD.unpack_from(data)[1]:
         raise UserError(f"{where} is damaged (its checksum is wrong): {cure}")
     shards: list[dict[str, Any]] = msgpack.unpackb(zlib.decompress(data[HEAD.size :]))["shards"]
-    return [
-        ShardEntry(
-            name=shard["name"],
-            size=shard["size"],
-            etag=shard["etag"],
-            end=shard["end"],
-            sums=np.frombuffer(shard["sums"], "<u8"),
-            ends=np.frombuffer(shard["ends"], "<u8"),
-            firsts=np.frombuffer(shard["firsts"], "<i8"),
-            cuts=tuple(map(tuple, shard["cuts"])),
-        )
-        for shard in shards
-    ]
+    for shard in shards:
+        shard |= {name: np.frombuffer(shard[name], kind) for name, kind in COLUMNS.items()}
+        shard["cuts"] = tuple(map(tuple, shard["cuts"]))
+    return [ShardEntry(**shard) for shard in shards]

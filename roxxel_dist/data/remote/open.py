@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from roxxel_dist.data.files.discovery import DataPath, NoShardsError, names_objects
+from roxxel_dist.data.files.discovery import BUILD_FILE, DataPath, NoShardsError, names_objects
 from roxxel_dist.data.files.reader import WindowReader
 from roxxel_dist.data.remote.cache import ChunkCache
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher
 from roxxel_dist.data.remote.index import INDEX, ShardEntry, check_build, is_shard, read_ends, unpack
 from roxxel_dist.data.remote.shard import RemoteShard
-from roxxel_dist.objects.errors import StoreNotFoundError
+from roxxel_dist.objects.errors import StoreDeniedError, StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.process.durable import cache_folder
@@ -29,11 +29,8 @@ def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
     """The shards at an address: all of a prefix, one `.rox`, a pattern or a prefix of names in the last part.
 
     With an index beside the shards, which is cached, this takes one or two requests; otherwise one for each shard.
-
-    Raises:
-        ValueError: the address names several places, a shard or the index is damaged, or the cache cannot be used.
-        NoShardsError: there are no shards.
-        StoreError: the store fails.
+    Raises ValueError: the address names several places, a shard or the index is damaged, or the cache cannot be used.
+    NoShardsError: there are no shards. StoreError: the store fails.
     """
     if not isinstance(path, (str, os.PathLike)) or not names_objects(path):
         raise UserError(f"{path}: data in an object store is one address, not a list: name a prefix or a pattern")
@@ -65,10 +62,8 @@ def _opened(store: ObjectStore, entries: Sequence[ShardEntry], fetcher: Fetcher)
 def find_shards(
     url: ObjectUrl, timeout_s: float, cache: ChunkCache | None = None
 ) -> tuple[ObjectStore, list[ShardEntry]]:
-    """(the store of their folder, the entries of the shards) for an address.
-
-    Without a `cache` the index is not read.
-    """
+    """(the store of their folder, the entries of the shards) for an address. Without a `cache` the index is not
+    read."""
     is_one = url.key.endswith(".rox") or MAGIC_CHARACTERS.search(url.name) is not None
     if not is_one:
         store = ObjectStore.open(url, timeout_s=timeout_s)
@@ -99,12 +94,10 @@ def _entries(store: ObjectStore, cache: ChunkCache | None, pattern: str | None =
 
 
 def _read_index(store: ObjectStore, cache: ChunkCache) -> list[ShardEntry]:
-    """The index of a data set. It is cached under its ETag, for the other processes of the host.
-
-    Raises StoreNotFoundError if there is none.
-    """
+    """The index of a data set. It is cached under its ETag once it was checked, for the other processes of the host.
+    Raises StoreNotFoundError if there is none, UserError if it was written before all shards were there."""
     where, info = store.url.join(INDEX), store.head(INDEX)
-    kept = cache.index_file(f"{where} {info.etag} {info.size}")
+    kept = cache.index_file(f"whole {where} {info.etag} {info.size}")
     with suppress(OSError, ValueError):
         entries = unpack(where, kept.read_bytes())
         os.utime(kept)
@@ -115,6 +108,13 @@ def _read_index(store: ObjectStore, cache: ChunkCache) -> list[ShardEntry]:
     except ValueError:  # read damaged data a second time
         data = store.read(INDEX, etag=info.etag)
         entries = unpack(where, data)
+    with suppress(StoreNotFoundError, StoreDeniedError):
+        # One that is newer than the index is of shards that are on their way, and of which no index tells yet.
+        if (build := store.head(BUILD_FILE)).modified <= info.modified:
+            try:
+                check_build(store, [build], entries)
+            except UserError as error:
+                raise UserError(f"{error}, and write its index again: `roxxel-dist data index {store.url}`") from error
     cache.write_index(kept, data)
     return entries
 
@@ -128,10 +128,8 @@ def read_beside(shard: RemoteShard, name: str) -> bytes | None:
 
 
 class RemoteReader(WindowReader):
-    """Copies windows out of chunks, which are fetched when they are read or before.
-
-    `first_tokens` are the numbers of the shards' first tokens in the data set, int64 [shards].
-    """
+    """Copies windows out of chunks, which are fetched when they are read or before. `first_tokens` are the numbers of
+    the shards' first tokens in the data set, int64 [shards]."""
 
     def __init__(
         self,

@@ -33,9 +33,7 @@ class Chunk:
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
     """The chunks of a shard, in the order of the file: blocks of tokens, then parts of 64 KiB of its two tables.
-
-    Without an index, which has a digest for each part, a table is one chunk.
-    """
+    Without an index, which has a digest for each part, a table is one chunk."""
 
     layout: ShardLayout
     size: int
@@ -160,7 +158,7 @@ class RemoteEnds:
 
 @dataclass(frozen=True, eq=False)
 class RemoteShard(Shard):
-    """One `.rox` object. `tokens` and `document_ends` fetch what is read of them; `checksums` is empty."""
+    """A `.rox` object in a bucket. `tokens` and `document_ends` fetch what is read of them; `checksums` is empty."""
 
     entry: ShardEntry
     chunks: Chunks
@@ -175,18 +173,8 @@ class RemoteShard(Shard):
     ) -> "RemoteShard":
         """The shard of an entry with this layout."""
         none: Any = np.empty(0, np.uint8)
-        shard = cls(
-            path=url,
-            layout=layout,
-            tokens=none,
-            document_ends=none,
-            checksums=none,
-            _bytes=none,
-            entry=entry,
-            chunks=Chunks.of_layout(layout, has_index=entry.sums is not None),
-            number=number,
-            fetcher=fetcher,
-        )
+        chunks = Chunks.of_layout(layout, has_index=entry.sums is not None)
+        shard = cls(url, layout, none, none, none, none, entry, chunks, number, fetcher)
         object.__setattr__(shard, "tokens", RemoteTokens(shard))
         object.__setattr__(shard, "document_ends", RemoteEnds(shard))
         return shard
@@ -217,11 +205,8 @@ class RemoteShard(Shard):
         return [chunks[place].data.view("<i8") for place in places]
 
     def damaged_blocks(self, blocks: np.ndarray) -> list[int]:
-        """An empty list for some blocks, int64 [N], ascending: chunks are verified when they are fetched.
-
-        Raises:
-            DamagedData: a block is damaged in the bucket.
-        """
+        """An empty list for some blocks, int64 [N], ascending: chunks are verified when they are fetched. Raises
+        DamagedData: a block is damaged in the bucket."""
         per_chunk, wanted = self.chunks.size // self.layout.block_size, set(blocks.tolist())
         places = [(self.number, chunk) for chunk in np.unique(blocks // per_chunk).tolist()]
         for (_, number), chunk in self.fetcher.take(places).items():
@@ -245,10 +230,10 @@ class RemoteShard(Shard):
         """Does nothing: each part of a table is verified with its digest when it is fetched."""
 
     def verify_checksums(self) -> None:
-        """Nothing, as `verify_tables`."""
+        """Does nothing, as `verify_tables`."""
 
     def verify_document_ends(self) -> None:
-        """Nothing, as `verify_tables`."""
+        """Does nothing, as `verify_tables`."""
 
 
 def damage_of(shard: RemoteShard, chunk: int, damaged: Sequence[int]) -> DamagedData:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.data.tokenizer.text_bytes import TextBytes, by_decoding
+from roxxel_dist.data.tokenizer.text_bytes import TextBytes, measure_text_bytes
 from roxxel_dist.data.tokenizer.tokenizer import NAME_THE_END, Tokenizer
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError, pip_install
@@ -17,10 +17,8 @@ KEY = "sentencepiece"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, with the ids of its library. It is saved whole, inside one JSON file.
-
-    `eos_token` is the piece that ends a document, None for the model's default; `path` is for messages.
-    """
+    """A SentencePiece model, with the ids of its library. It is saved whole, inside one JSON file. `eos_token` is the
+    piece that ends a document, None for the model's default; `path` is for messages."""
 
     def __init__(self, model: bytes, eos_token: str | None, path: object) -> None:
         try:
@@ -63,7 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def ids(self) -> list[int]:
-        """All ids, sorted."""
+        """The ids, sorted."""
         return list(range(self.vocab_size))
 
     @property
@@ -78,11 +76,11 @@ class SentencePieceTokenizer(Tokenizer):
         known = {n: 0 for n in range(size) if model.IsControl(n) or model.IsUnknown(n) or model.IsUnused(n)}
         known |= {n: 1 for n in range(size) if model.IsByte(n)}
         end = self.end_id
-        return by_decoding(self.decode_batch, size, known | ({end: 0} if end >= 0 else {}), end)
+        return measure_text_bytes(self.decode_batch, size, known | ({end: 0} if end >= 0 else {}), end)
 
     @property
     def text_start(self) -> list[int]:
-        """Nothing: a SentencePiece model has no post-processor."""
+        """No ids: a SentencePiece model has no post-processor."""
         return []
 
     @property

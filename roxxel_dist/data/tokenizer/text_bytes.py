@@ -1,4 +1,4 @@
-"""How many bytes of text a token stands for: what makes losses of different tokenizers comparable."""
+"""The bytes of text that a token stands for, which make losses of different tokenizers comparable."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -25,16 +25,13 @@ class TextBytes(NamedTuple):
         return int(first.sum()) + int(self.inside[ids[1:]].sum(dtype=np.int64))
 
 
-def by_decoding(
+def measure_text_bytes(
     decode: Callable[[Sequence[list[int]]], Sequence[str]], size: int, known: Mapping[int, int], end: int
 ) -> TextBytes:
-    """The bytes by which a text grows with each token.
+    """The bytes by which a text grows with each token of a vocabulary of a size.
 
-    Args:
-        decode: lists of ids to texts.
-        size: of the vocabulary.
-        known: the bytes of ids that are no text alone: 1 of a single byte, 0 of a special token.
-        end: the id of end-of-text, or -1.
+    `decode` turns lists of ids into texts. `known` are the bytes of ids that are no text alone: 1 of a single byte, 0
+    of a special token. `end` is the id of end-of-text, or -1.
     """
     others = [number for number in range(size) if number not in known]
     first, inside = np.zeros(size, np.int32), np.zeros(size, np.int32)

@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from roxxel_dist.data.tokenizer.text_bytes import TextBytes, by_decoding
+from roxxel_dist.data.tokenizer.text_bytes import TextBytes, measure_text_bytes
 from roxxel_dist.process.durable import write_file
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.utils.voice import argument
@@ -68,9 +68,10 @@ class Tokenizer:
         # The library does not save this setting in the file.
         inner.encode_special_tokens = True
         self._described: dict[str, Any] = json.loads(inner.to_str())
-        if (plain := _plain_end(self._described, self._end_token)) is not None:
+        added, end = self._described["added_tokens"], self._end_token
+        if plain := [one for one in added if one["content"] == end and not one["special"]]:
             # Else its letters in a text would become the id, and end a document in its middle.
-            plain["special"] = True
+            plain[0]["special"] = True
             self._inner = inner = tokenizers.Tokenizer.from_str(json.dumps(self._described))
             inner.encode_special_tokens = True
         self.kind: str = _kind(self._described)
@@ -91,9 +92,7 @@ class Tokenizer:
     @property
     def is_lossless(self) -> bool:
         """Whether its parts prove that every text comes back from its ids, and that `text_bytes` are those of the text.
-
-        So of own kinds, and of byte-level BPE without a normalizer, as GPT-2's and Llama 3's.
-        """
+        So of own kinds, and of byte-level BPE without a normalizer, as GPT-2's and Llama 3's."""
         if self.kind == "char":
             splitter = self._described["pre_tokenizer"] or {}
             return self._described["normalizer"] is None and splitter.get("pattern") == {"Regex": EVERY_CHARACTER}
@@ -108,11 +107,8 @@ class Tokenizer:
         return not strips and set(_byte_letters()) <= model["vocab"].keys()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without end-of-text.
-
-        Raises:
-            ValueError: the text has characters that a `char` tokenizer does not know, or is not valid Unicode.
-        """
+        """The ids of a text, without end-of-text. Raises ValueError: the text has characters that a `char` tokenizer
+        does not know, or is not valid Unicode."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -145,7 +141,7 @@ class Tokenizer:
 
     @property
     def ids(self) -> list[int]:
-        """All ids, sorted."""
+        """The ids, sorted."""
         return sorted(set(self._inner.get_vocab(with_added_tokens=True).values()))
 
     @property
@@ -156,9 +152,7 @@ class Tokenizer:
     @property
     def text_start(self) -> list[int]:
         """The ids that the post-processor of a ready-made tokenizer puts before a text, such as `<s>`; ours have none.
-
-        `encode` leaves them out: they are for the prompt of a model that was trained with them.
-        """
+        `encode` leaves them out: they are for the prompt of a model that was trained with them."""
         if not self._inner.num_special_tokens_to_add(is_pair=False):
             return []
         encoding = self._inner.encode("a")
@@ -210,7 +204,7 @@ class Tokenizer:
         end = self.end_id
         if BYTE_LEVEL not in json.dumps(self._described["decoder"]):
             known |= dict.fromkeys(self._open - known.keys(), 1)
-            return by_decoding(self.decode_batch, size, known, end)
+            return measure_text_bytes(self.decode_batch, size, known, end)
         lengths = np.zeros(size, np.int32)
         for name, number in names.items():  # a letter of a name is a byte; an added token is a text as it is
             lengths[number] = known.get(number, len(name.encode()) if name in added else len(name))
@@ -285,11 +279,6 @@ class Tokenizer:
             return cls(tokenizers.Tokenizer.from_buffer(data), eos_token)
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{where}: not a tokenizer.json of the `tokenizers` library ({error})") from error
-
-
-def _plain_end(described: dict[str, Any], name: str | None) -> dict[str, Any] | None:
-    """The added token of this name, if it is not special."""
-    return next((one for one in described["added_tokens"] if one["content"] == name and not one["special"]), None)
 
 
 def _keeps_text(splitter: dict[str, Any] | None) -> bool:
