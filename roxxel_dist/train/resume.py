@@ -13,13 +13,7 @@ import jax
 import numpy as np
 
 from roxxel_dist.checkpoint.generations import Generation
-from roxxel_dist.checkpoint.metadata import (
-    BaseModelRef,
-    CheckpointMetadata,
-    CheckpointRef,
-    EarlyStopping,
-    ResumeSpec,
-)
+from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, EarlyStopping, ResumeSpec
 from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism

@@ -175,10 +175,7 @@ class Saves:
         self.memory: MemoryTier | None = held.memory
         self._requests = SaveRequests(held.folder)
         self.agreement: StepAgreement = StepAgreement(self._requests, self.memory)
-        enabled, with_state = (
-            options.export_weights and is_primary(),
-            not has_random_streams_alone(position.split),
-        )
+        enabled, with_state = (options.export_weights and is_primary(), not has_random_streams_alone(position.split))
         self._exporter = Exporter(held.folder, held.store, log, enabled=enabled, with_state=with_state)
         self._needed = False  # whether the last save must be on disk, whatever copies there are in memory
 
@@ -282,13 +279,7 @@ class Exporter:
     """
 
     def __init__(
-        self,
-        run: Path,
-        store: CheckpointStore,
-        log: Callable[[str], None],
-        *,
-        enabled: bool,
-        with_state: bool = True,
+        self, run: Path, store: CheckpointStore, log: Callable[[str], None], *, enabled: bool, with_state: bool = True
     ) -> None:
         self._run, self._store, self._log, self._enabled = run, store, log, enabled
         self._with_state = with_state

@@ -29,13 +29,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import TENSOR, TOKENS, row_axes, row_shards, token_shards
 from roxxel_dist.model.attention.blocked import BLOCKED, Blocks, Form, block_of, join_rows, split_rows
 from roxxel_dist.model.attention.mask import LANES, RESIDUALS, KernelName, Mask, pad_tokens
-from roxxel_dist.model.attention.vendor_kernels import (
-    LARGEST_BLOCK,
-    PAIRS,
-    pad_widths,
-    splash_block,
-    splash_kernel,
-)
+from roxxel_dist.model.attention.vendor_kernels import LARGEST_BLOCK, PAIRS, pad_widths, splash_block, splash_kernel
 
 NOWHERE = -(1 << 31)
 """The segment of what a device without tokens before its own has in their place."""

@@ -27,15 +27,7 @@ from roxxel_dist.train.exact.block_update import (
     SquaresOfBlocks,
     scalars_of,
 )
-from roxxel_dist.train.exact.blocks import (
-    Blocks,
-    BlockSums,
-    Ownership,
-    Parts,
-    Selection,
-    compile_across,
-    gather_blocks,
-)
+from roxxel_dist.train.exact.blocks import Blocks, BlockSums, Ownership, Parts, Selection, compile_across, gather_blocks
 from roxxel_dist.train.exact.compiled_step import Exchange
 from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms, Sums
 from roxxel_dist.train.exact.layout import Programs, ShardLayout, shapes_of

@@ -273,12 +273,7 @@ class CompiledLongEvaluation:
 
     @classmethod
     def compile_losses(
-        cls,
-        shard_programs: ShardPrograms,
-        layout: ShardLayout,
-        model: Model,
-        batch: Any,
-        compiler: Compiler,
+        cls, shard_programs: ShardPrograms, layout: ShardLayout, model: Model, batch: Any, compiler: Compiler
     ) -> "CompiledLongEvaluation":
         """The programs for such (abstract) arguments."""
         programs = PiecePrograms.of_model(shard_programs, model, batch, training=False)
