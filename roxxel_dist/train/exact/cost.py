@@ -135,7 +135,7 @@ def long_peaks(own: LongSums, state: TrainState, hparams: Hparams, temporaries: 
     depth, cut = shapes.programs.layers, shapes.programs.cut
     of_block = most * whole_bytes(kept)
     # Keys and values of the rows of a device, and of one row the sums of their gradients.
-    rows = whole_bytes(shapes.kv) * (max(1, most // cut.parts) if layout.is_even else 2 * layout.count // cut.parts)
+    rows = whole_bytes(shapes.kv) * (max(1, most // cut.parts) if layout.is_even else layout.count // cut.parts)
     sums = sum(math.prod(leaf.shape) * 4 for leaf in shapes.kv)
     of_layer, top = trees * (uses[BEFORE] + uses[AFTER]), trees * uses[LAST]
     inputs = most * whole_bytes((shapes.piece, shapes.segments))

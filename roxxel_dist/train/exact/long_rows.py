@@ -17,7 +17,7 @@ from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.block_update import BlockUpdate, copies
 from roxxel_dist.train.exact.compiled_step import Exchange, Reduction, SumTree, add_sums
 from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms
-from roxxel_dist.train.exact.key_moves import ByShard, KeyMoves, UnevenKeyMoves
+from roxxel_dist.train.exact.key_moves import ByShard, KeyMoves
 from roxxel_dist.train.exact.layout import Programs, ShardLayout
 from roxxel_dist.train.exact.long_shapes import NUMBER, LongShapes, LongSums, piece_of
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Kept, PiecePrograms
@@ -31,7 +31,7 @@ class CompiledForward:
     """The forward pass up to the losses."""
 
     layout: ShardLayout
-    moves: KeyMoves | UnevenKeyMoves
+    moves: KeyMoves
     pieces: Programs
     embed: Programs
     before: Programs
@@ -60,10 +60,9 @@ class CompiledForward:
         def cut_piece(rows: Any, shard: jax.Array) -> Any:
             return piece_of(programs.cut, rows, shard)
 
-        kind = KeyMoves if layout.is_even else UnevenKeyMoves
         return cls(
             layout=layout,
-            moves=kind.compile_moves(layout, programs.cut, shapes.kept.kv, compiler),
+            moves=KeyMoves.compile_moves(layout, programs.cut, shapes.kept.kv, compiler),
             pieces=compiler.each(jax.jit(cut_piece), (shapes.rows, NUMBER), devices),
             embed=compiler.each(jax.jit(programs.embed), (shapes.model, NUMBER, shapes.piece), devices),
             before=compiler.each(jax.jit(programs.before), shapes.before, devices),
