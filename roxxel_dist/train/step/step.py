@@ -211,24 +211,56 @@ def apply_gradient(
 
     `optimizer` is the result of its `for_model`.
     """
-    transformation = optimizer.build(hparams, state.step)
-    updates, opt_state = updates_of(transformation, grads, inner_state(state.opt_state), state.params, loss.minimized)
-    params: Any = optax.apply_updates(state.params, updates)
-    scalars = {**loss.scalars, "loss": loss.loss, "grad_norm": global_norm(grads)}
-    scalars["update_norm"] = global_norm(updates)
-    if (rate := optimizer.rate(hparams, state.step)) is not None:
-        scalars["lr"] = rate
-    scalars = jax.tree.map(jnp.float32, scalars)
-    health, bad = update_monitor(
-        state.health, state.step + 1, scalars["loss"], scalars["grad_norm"], hparams[SPIKE_FACTOR], skip=skip_bad
-    )
-    opt_state = next_average(state.opt_state, opt_state, params, hparams.get(EMA), health.good)
+    args = hparams, state.step, grads, state.params, state.opt_state
+    updates, params, opt_state = update_parameters(optimizer, *args, loss.minimized)
+    norms = {"grad_norm": global_norm(grads), "update_norm": global_norm(updates)}
+    metrics, bad = step_metrics(optimizer, hparams, state.step, state.health, loss, norms, skip_bad=skip_bad)
+    opt_state = next_average(state.opt_state, opt_state, params, hparams.get(EMA), metrics.health.good)
     if skip_bad:
         old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
         params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)
+    return TrainState(state.step + 1, params, rest, opt_state, metrics.health), metrics
+
+
+def update_parameters(
+    optimizer: Optimizer,
+    hparams: Hparams,
+    step: jax.Array,
+    grads: Any,
+    params: Any,
+    opt_state: Any,
+    loss: jax.Array,
+    norm: jax.Array | None = None,
+) -> tuple[Any, Any, Any]:
+    """(the changes, the parameters after them, the state of the optax transformation) of a step, counted from 0.
+
+    The `norm` of the whole gradient is given where these parameters are some of all, or a part of each.
+    """
+    rule = optimizer.build(hparams, step, norm)
+    changes, inner = updates_of(rule, grads, inner_state(opt_state), params, loss)
+    return changes, optax.apply_updates(params, changes), inner
+
+
+def step_metrics(
+    optimizer: Optimizer,
+    hparams: Hparams,
+    step: jax.Array,
+    health: LossMonitorState,
+    loss: Loss,
+    norms: dict[str, jax.Array],
+    *,
+    skip_bad: bool,
+) -> tuple[Metrics, jax.Array]:
+    """(the metrics of a step, counted from 0, bool[] whether it is bad); `norms` has "grad_norm", of the gradient."""
+    scalars = {**loss.scalars, "loss": loss.loss, **norms}
+    if (rate := optimizer.rate(hparams, step)) is not None:
+        scalars["lr"] = rate
+    scalars = jax.tree.map(jnp.float32, scalars)
+    health, bad = update_monitor(
+        health, step + 1, scalars["loss"], scalars["grad_norm"], hparams[SPIKE_FACTOR], skip=skip_bad
+    )
     row_loss, row_weight = jax.tree.map(jnp.float32, (loss.row_loss, loss.row_weight))
-    metrics = Metrics(scalars, row_loss, row_weight, health, loss.load)
-    return TrainState(state.step + 1, params, rest, opt_state, health), metrics
+    return Metrics(scalars, row_loss, row_weight, health, loss.load), bad
 
 
 def accumulate(
