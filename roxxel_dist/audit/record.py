@@ -135,10 +135,6 @@ class RunRecord:
                     raise UserError(f"the checkpoint of step {step} of {self.name} is damaged: {'; '.join(problems)}")
         yield
 
-    def has_digests(self, first: int, last: int) -> bool:
-        """Whether all rows of these steps have a digest, and so belong to one chain."""
-        return all(DIGEST in row for step, row in self.rows.items() if first <= step <= last)
-
 
 LOSSES = ("train_loss", "val_loss")
 

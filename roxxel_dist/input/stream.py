@@ -62,17 +62,12 @@ class Windows(NamedTuple):
 
 
 class FetchAhead:
-    """A thread that fetches the windows of the steps from `first`, as far ahead as the cache allows.
+    """A thread that fetches the windows of the steps from `first` up to `stop`, as far ahead as the cache of the
+    `fetchers` allows; `windows` gives those of the steps [first, stop).
 
     The windows of one step are rarely adjacent, but those of many steps fill whole units, which are fetched in joined
-    ranges. So the first step is fetched alone, and the others in long spans of steps. It ends with
-    this object. Errors are not reported: the step that reads the window tries again, and raises.
-
-    Args:
-        windows: returns the windows of the steps [first, stop).
-        first: the next step to be read.
-        stop: one past the last step.
-        fetchers: of the data sets.
+    ranges. So the first step is fetched alone, and the others in long spans of steps. It ends with this object. Errors
+    are not reported: the step that reads the window tries again, and raises.
     """
 
     def __init__(
@@ -414,11 +409,8 @@ class TokenLocation:
 
 
 def locate_token(dataset: Roxxel, offset: int) -> TokenLocation:
-    """The location of token `offset`, counted from the data set's start over all shards.
-
-    Raises:
-        ValueError: the data set has no such token.
-    """
+    """The location of token `offset`, counted from the data set's start over all shards. Raises ValueError where the
+    data set has no such token."""
     number = int(dataset.first_tokens.searchsorted(offset, side="right")) - 1
     last = int(dataset.first_tokens[-1]) + len(dataset.shards[-1].tokens) - 1
     if not 0 <= offset <= last:

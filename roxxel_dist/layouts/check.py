@@ -14,13 +14,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from roxxel_dist.cluster.mesh import EXPERT
+from roxxel_dist.cluster.mesh import AXES, EXPERT
 from roxxel_dist.layouts.compare import Difference, difference_in_noise, differences, differences_in_count
 from roxxel_dist.layouts.layout import (
     OWN_MESH,
     BatchName,
     Layout,
-    has_own_axes,
     layout_of,
     layout_of_mesh,
     parse_names,
@@ -35,11 +34,10 @@ from roxxel_dist.layouts.own_code import (
     backward_order,
     coarsest,
     draw_lines,
-    first_inputs,
     loss_jaxpr,
     text_of,
 )
-from roxxel_dist.layouts.reference import ReferencePrograms, Truth
+from roxxel_dist.layouts.reference import ReferencePrograms, Truth, first_line
 from roxxel_dist.layouts.subject import Subject, check_devices, drop_balance, open_subject
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.process.exit_codes import UserError
@@ -229,7 +227,7 @@ class _Check:
 
     def _layout(self, name: str) -> Layout | str:
         subject = self._subject
-        if subject.mesh is not None and subject.sharding is not None and has_own_axes(subject.mesh):
+        if subject.mesh is not None and subject.sharding is not None and subject.mesh.axis_names != AXES:
             return layout_of_mesh(name, subject.mesh, subject.sharding, fsdp=subject.fsdp)
         if name == "experts" and EXPERT not in self._weights.axes:
             return f"no parameter names the axis {EXPERT!r}"
@@ -256,7 +254,7 @@ class _Check:
             self._truths[key] = Truth(
                 programs,
                 backward_order(jaxpr, sorted(self._weights.params)),
-                draw_lines(jaxpr, first_inputs(self._weights), self._weights.keys),
+                draw_lines(jaxpr, [*sorted(self._weights.params), *sorted(self._weights.rest)], self._weights.keys),
             )
         return self._truths[key]
 
@@ -402,21 +400,15 @@ def _without_reference(layout: Layout, error: Exception) -> LayoutResult:
     if layout.truth == "rows":
         raise error
     what = "documents in rows" if layout.truth == "documents" else "a few rows"
-    text = f"model or loss do not take {what} on one device: {_line(error)}"
+    text = f"model or loss do not take {what} on one device: {first_line(error)}"
     return LayoutResult(layout=layout.name, text=text, status="left out")
 
 
 def _not_computed(layout: Layout, error: Exception) -> LayoutResult:
     """What becomes of a layout where the package refuses it, or the user's code or XLA fails, in whatever way."""
     if isinstance(error, UserError):
-        return LayoutResult(layout=layout.name, text=_line(error), status="left out")
-    return LayoutResult(layout=layout.name, text=f"{layout.text}: {_line(error)}", status="failed")
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
-    return first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
+        return LayoutResult(layout=layout.name, text=first_line(error), status="left out")
+    return LayoutResult(layout=layout.name, text=f"{layout.text}: {first_line(error)}", status="failed")
 
 
 def report_json(report: LayoutReport) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import AXES, batch_sharding, make_mesh
+from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
 from roxxel_dist.process.exit_codes import UserError
 
 NAMES = ("rows", "tokens", "fsdp", "tensor", "experts", "accum", "packing", "virtual")
@@ -145,11 +145,6 @@ def layout_of_mesh(name: str, mesh: Mesh, sharding: NamedSharding, *, fsdp: bool
     if name == "accum":
         return _micro_batches(mesh, sharding)
     return f"the mesh has axes of its own ({axes})"
-
-
-def has_own_axes(mesh: Mesh) -> bool:
-    """Whether a mesh is not one of `make_mesh`."""
-    return mesh.axis_names != AXES
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:

@@ -131,19 +131,15 @@ class StepProgram:
     def compile_program(
         cls, model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any, *, wide: bool = False
     ) -> "StepProgram":
-        """The program for a model, or what builds it, and a batch of int32[B, L] numpy arrays.
+        """The program for a model, or what builds it, and a batch of int32[B, L] numpy arrays, one or a `Packed`;
+        `wide`: in float64, which must be enabled.
 
         What the model or the loss raises passes; what the compiler raises comes from `run`.
-
-        Args:
-            model: a module, or a function that builds one.
-            loss_fn: of the run.
-            layout: how the step is divided.
-            weights: before the step.
-            batch: one array, or several as a `Packed`.
-            wide: in float64, which must be enabled.
         """
-        dtype, placed = jnp.float64 if wide else jnp.float32, _placed_batch(layout, batch)
+        dtype = jnp.float64 if wide else jnp.float32
+        placed = jax.tree.map(
+            lambda array: jax.device_put(array, fit_sharding(layout.sharding, array.shape, layout.grad_accum)), batch
+        )
         with devices_of(layout.mesh):
             steps = _steps(model, loss_fn, layout, dtype)
             state, hparams = _as_given(steps.state, layout, weights, wide=wide)
@@ -207,14 +203,6 @@ def _as_given(
         for name, value in weights.hparams.items()
     }
     return state._replace(rest={name: own(name, like) for name, like in state.rest.items()}), numbers
-
-
-def _placed_batch(layout: Layout, batch: Any) -> Any:
-    def place(array: np.ndarray) -> jax.Array:
-        rows, length = array.shape
-        return jax.device_put(array, fit_sharding(layout.sharding, (rows, length), layout.grad_accum))
-
-    return jax.tree.map(place, batch)
 
 
 def _steps(model: Any, loss_fn: LossFn, layout: Layout, dtype: Any = None) -> Steps:

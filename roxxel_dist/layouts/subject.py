@@ -159,15 +159,10 @@ def rows_of_documents(tokens: np.ndarray, *, even: bool) -> Packed:
 
 @contextlib.contextmanager
 def open_subject(config: Config, data_path: str | Path | None, devices: int) -> Iterator[Subject]:
-    """The subject of a config, on simulated devices; its data is open within.
+    """The subject of a config, which is not changed, on `devices` simulated CPU devices, 2 to `MOST_DEVICES`, or with 0
+    on those of this machine; its data is open within.
 
-    Args:
-        config: of a run; it is not changed.
-        data_path: a text file, a folder of text, or shards; None: as the config says.
-        devices: how many to simulate on CPU, from 2 to `MOST_DEVICES`; 0: those of this machine.
-
-    Raises:
-        UserError: a mistake in the config or the data; or jax has made other devices already.
+    Raises UserError for a mistake in the config or the data, and where jax has made other devices already.
     """
     if not 0 <= devices <= MOST_DEVICES or devices == 1:
         raise UserError(f"devices is {devices}: it must be from 2 to {MOST_DEVICES}, or 0 for those of this machine")

@@ -355,11 +355,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             self._check_rotary(head_size)
 
     def heads(self) -> tuple[int, int, int]:
-        """(n_heads, kv_heads, head_size), with defaults derived.
-
-        Raises:
-            ValueError: they do not fit together.
-        """
+        """(n_heads, kv_heads, head_size), with defaults derived. Raises ValueError where they do not fit together."""
         n_heads = self.n_heads or (self.dim // self.head_size if self.head_size else self._usual_heads())
         head_size = self.head_size or self.dim // n_heads
         if (self.n_heads is None or self.head_size is None) and n_heads * head_size != self.dim:

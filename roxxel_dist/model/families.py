@@ -214,7 +214,8 @@ def _refuses_mixtral(config: ModelConfig) -> str:
 
 
 def _refuses_olmoe(config: ModelConfig) -> str:
-    return f"head_size is {config.head_size}: in OLMoE n_heads x head_size is dim" if heads_are_wide(config) else ""
+    heads, _, size = config.heads()
+    return f"head_size is {config.head_size}: in OLMoE n_heads x head_size is dim" if heads * size != config.dim else ""
 
 
 def _refuses_gemma3(config: ModelConfig) -> str:
@@ -385,12 +386,6 @@ def _unsaid(config: ModelConfig, family: Family) -> Iterator[str]:
         said = own in family.may_be or why.startswith(f"{own} is ")
         if not said and value != wanted and not _has_no_effect(own, config):
             yield f"{own} is {value!r}: in {family.title} it is {wanted!r}"
-
-
-def heads_are_wide(config: ModelConfig) -> bool:
-    """Whether the heads together are not as wide as the model."""
-    heads, _, size = config.heads()
-    return heads * size != config.dim
 
 
 def _has_no_effect(name: str, config: ModelConfig) -> bool:

@@ -32,11 +32,8 @@ STOP_STEP = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. A token must pass both limits; the likeliest one always does.
-
-    Raises:
-        ValueError: a value breaks its rule.
-    """
+    """How tokens are chosen. A token must pass both limits; the likeliest one always does. Raises ValueError for a
+    value that breaks its rule."""
 
     temperature: float = 0.8
     """0 always takes the likeliest token; 1 draws from the model's distribution."""
@@ -82,11 +79,7 @@ def known_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray | None:
 def sampling_inputs(
     sampling: Sampling, seeds: Sequence[int], stop_ids: Collection[int], known_V: np.ndarray | None = None
 ) -> SamplingInputs:
-    """The options of a batch of rows.
-
-    Raises:
-        ValueError: a seed is out of bounds.
-    """
+    """The options of a batch of rows. Raises ValueError for a seed that is out of bounds."""
     for seed in seeds:
         if not isinstance(seed, Integral) or not 0 <= seed <= MOST_INT:
             raise UserError(f"seed is {seed!r}: it must be at least 0 and below 2^31, a whole number")

@@ -235,16 +235,8 @@ def _stretched(frequency_F: jax.Array, trained: int, scale: float) -> jax.Array:
 
 
 def sinusoids(position_L: jax.Array, dim: int) -> jax.Array:
-    """A vector for each position: sines and cosines of wave lengths from 2 pi to 10,000 x 2 pi (Vaswani et al.,
-    "Attention is all you need", 2017, section 3.5).
-
-    Args:
-        position_L: int32 [L], or [B, L].
-        dim: D, the size of a vector.
-
-    Returns:
-        float32 [L, D] or [B, L, D]: sines at even places, cosines at odd ones.
-    """
+    """float32 [L, D] or [B, L, D] vectors of positions, int32 [L] or [B, L]: sines at even places, cosines at odd ones,
+    of wave lengths from 2 pi to 10,000 x 2 pi (Vaswani et al., "Attention is all you need", 2017, section 3.5)."""
     frequency = THETA ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     angle_LxF = position_L.astype(jnp.float32)[..., None] * frequency
     pairs_LxFx2 = jnp.stack([jnp.sin(angle_LxF), jnp.cos(angle_LxF)], axis=-1)

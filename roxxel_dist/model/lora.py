@@ -80,13 +80,7 @@ class LoRALinear(nnx.LinearGeneral):
 
 
 class ExpertsAdapter(nnx.Module):
-    """Adapters of the matrices of all experts, which are one array [E, in, out, ...].
-
-    Args:
-        kernel: the array.
-        config: rank and alpha.
-        rngs: stream `params`.
-    """
+    """Adapters of the matrices of all experts, which are one array `kernel`, [E, in, out, ...]."""
 
     def __init__(self, kernel: nnx.Param[jax.Array], config: ModelConfig, rngs: nnx.Rngs) -> None:
         count, inputs, *out = kernel.get_value().shape
@@ -125,17 +119,9 @@ def linear(
     *,
     use_bias: bool = False,
 ) -> nnx.LinearGeneral:
-    """A layer with an adapter if the config has one for this part of a block.
+    """A layer with an adapter if the config has one for this part of a block; `part` is None for one that never has.
 
-    Args:
-        config: with the settings of adapters.
-        part: the part of a block; None for a layer that never has an adapter.
-        inputs: the input width.
-        outputs: the output width, or several.
-        axes: the mesh axes that shard the kernel.
-        init: the initializer of the kernel, as a matrix.
-        rngs: stream `params`.
-        use_bias: whether it has a bias, which starts as zeros.
+    The kernel, a matrix that `init` makes, is cut over the mesh `axes`; a bias starts as zeros.
     """
     metadata = {MESH_AXES: axes, COLUMN_AXES: len(axes) - 1}
     options: Any = {"use_bias": use_bias, "kernel_init": init, "kernel_metadata": metadata, "rngs": rngs}
@@ -180,15 +166,8 @@ def scales_of(model: nnx.Module) -> dict[str, float]:
 
 
 def merge_adapters(params: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, Any]:
-    """The parameters of a plain model that is equivalent to a model with adapters.
-
-    Args:
-        params: arrays by name, including adapters.
-        scales: of each adapter, by its name.
-
-    Returns:
-        Arrays by name, without adapters, in the dtypes of the base arrays.
-    """
+    """The parameters of a plain model that is equivalent to one with adapters, by name, in the dtypes of the base
+    arrays; `scales` are those of each adapter, by its name."""
     plain = {name: array for name, array in params.items() if not name.endswith((LORA_A_SUFFIX, LORA_B_SUFFIX))}
     for name, scale in scales.items():
         target = target_of(name)

@@ -76,12 +76,8 @@ def widths(model: nnx.Module, base: nnx.Module) -> dict[str, Width]:
 
 
 def rescale(model: nnx.Module, base: nnx.Module) -> None:
-    """Set the initial scales of mup in a new model whose own scales do not depend on the width.
-
-    Args:
-        model: changed in place.
-        base: the same model at its base width; it may be abstract.
-    """
+    """Set the initial scales of mup in a new model, in place, whose own scales do not depend on the width; `base` is
+    the same model at its base width, and may be abstract."""
     factors = {name: width.initial_scale for name, width in widths(model, base).items()}
     _multiply(model, lambda name, array: factors[name])
 

@@ -110,11 +110,8 @@ def run_stack(
 def _scan_periods(
     run: Callable[..., Any], x_BxLxD: jax.Array, leaves: Any, count: int, period: int
 ) -> tuple[jax.Array, Balance, Any]:
-    """Layers that come again after a period: a loop over whole periods, and then the layers that are left.
-
-    Returns:
-        The output, the balance of all experts, and the stacked streams.
-    """
+    """(the output, the balance of all experts, the stacked streams) of layers that come again after a period: a loop
+    over whole periods, and then the layers that are left."""
     whole = count // period
 
     def layers(x_BxLxD: jax.Array, each: list[Any]) -> Any:

@@ -256,26 +256,12 @@ class Transformer(nnx.Module):
 
     @jax.named_scope(HEAD_AND_LOSS)
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
-        """Logits of states.
-
-        Args:
-            x_BxLxD: [B, L, dim], from `states`.
-
-        Returns:
-            [B, L, vocab_size], float32 at least.
-        """
+        """[B, L, vocab_size] logits, float32 at least, of the [B, L, dim] that `states` gives."""
         return logits_of(self.output, x_BxLxD, self.config.logit_softcap)
 
     def empty_cache(self, batch: int = 1) -> Cache:
-        """An empty cache.
-
-        Args:
-            batch: the number of rows.
-
-        Returns:
-            An entry for each block, [batch, slots, ...]: `max_context` slots, or `context_window` if all layers have a
-            window.
-        """
+        """An empty cache of `batch` rows: for each block an entry [batch, slots, ...], of `max_context` slots, or of
+        `context_window` if all layers have a window."""
         slots = min(self.config.widest_window or self.config.max_context, self.config.max_context)
         shapes = [self.blocks.attention.cache_shapes] * self.config.num_blocks
         return empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)

@@ -27,7 +27,6 @@ from roxxel_dist.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.cluster.distributed import barrier, is_primary, process_count, unanswered, unique_key, wait_for_key
 from roxxel_dist.cluster.jax_private import key_value_store
 from roxxel_dist.cluster.preemption import stop_requested
-from roxxel_dist.model.split import has_random_streams_alone
 from roxxel_dist.place.directory import leftovers_of
 from roxxel_dist.process.durable import SaveRequests
 from roxxel_dist.process.progress import agent_pipe
@@ -175,7 +174,7 @@ class Saves:
         self.memory: MemoryTier | None = held.memory
         self._requests = SaveRequests(held.folder)
         self.agreement: StepAgreement = StepAgreement(self._requests, self.memory)
-        enabled, with_state = (options.export_weights and is_primary(), not has_random_streams_alone(position.split))
+        enabled, with_state = options.export_weights and is_primary(), bool(position.split.state_names)
         self._exporter = Exporter(held.folder, held.store, log, enabled=enabled, with_state=with_state)
         self._needed = False  # whether the last save must be on disk, whatever copies there are in memory
 

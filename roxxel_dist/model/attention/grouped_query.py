@@ -18,6 +18,7 @@ from roxxel_dist.model.attention.mask import Mask, mask_of
 from roxxel_dist.model.config import AttentionKernel, ModelConfig, QKNorm
 from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
 from roxxel_dist.model.lora import linear
+from roxxel_dist.model.mlp import initializers
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,7 @@ class Attention(Heads):
 
 def out_projection(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.LinearGeneral:
     """The projection of the concatenated head outputs, [..., H x K], to [..., D]."""
-    init = nnx.initializers.normal(config.init_std / (2 * config.num_blocks) ** 0.5)
-    return linear(config, "attention", width, config.dim, (TENSOR, FSDP), init, rngs)
+    return linear(config, "attention", width, config.dim, (TENSOR, FSDP), initializers(config)[1], rngs)
 
 
 def group_heads(flat: Any, shape: Sequence[int]) -> Any:

@@ -82,14 +82,8 @@ class TargetCompiler:
             assume_compute_capability(GPUS[target.kind].capability)
 
     def compile(self, what: str, mesh: Mesh, jitted: Any, args: Sequence[Any]) -> Any:
-        """The program of a jitted function for such (abstract) arguments with shardings. Raises TooLarge.
-
-        Args:
-            what: for messages.
-            mesh: of the run; while it is traced, that of the last argument, a batch, is set.
-            jitted: made by `jax.jit`.
-            args: `jax.ShapeDtypeStruct`s with shardings.
-        """
+        """The program of a jitted function for such `jax.ShapeDtypeStruct`s with shardings; while it is traced, the
+        mesh of the last one, a batch, is set, else this one. Raises TooLarge."""
         self._report(what, False)
         try:
             with jax.set_mesh(mesh_of(args[-1], mesh)):
@@ -130,16 +124,8 @@ class TooLarge(Exception):
 
 
 class TargetPrograms:
-    """The programs of a step, compiled for a target, each once.
-
-    Args:
-        target: its compiler.
-        mesh: of the run.
-        what: (name of a program) -> what it is, for messages.
-
-    Attributes:
-        seconds: what they took to trace and compile.
-    """
+    """The programs of a step on a mesh, compiled for a target, each once; `what` says what a program of a name is, for
+    messages, and `seconds` what they took to trace and compile."""
 
     def __init__(self, target: TargetCompiler, mesh: Mesh, what: Callable[[str], str]) -> None:
         self._target, self._mesh, self._what = target, mesh, what

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from roxxel_dist.model.loss import END_NATS
 from roxxel_dist.model.split import Leaves, ModuleSplit
@@ -152,7 +151,7 @@ class ShardPrograms:
             return jax.lax.dynamic_update_slice(jnp.zeros(own.size * self.shards), own, (shard * own.size,))
 
         # A key goes through a scan over layers as another array, and stays what it is: a stream changes its count.
-        counts, statistics = random_counts(self.split) & changed, changed - random_keys(rest)
+        counts, statistics = random_counts(self.split, rest) & changed, changed - random_keys(rest)
         sums = Sums(
             grads,
             weighted(loss, weight).sum(),
@@ -213,14 +212,9 @@ def random_keys(rest: Leaves) -> set[str]:
     return {name for name, leaf in rest.items() if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}
 
 
-def random_counts(split: ModuleSplit) -> set[str]:
+def random_counts(split: ModuleSplit, rest: Leaves) -> set[str]:
     """The names of the leaves that count what was drawn from a random stream."""
-    variables = jax.tree.leaves(split.rest.state({name: name for name in split.rest.names}), is_leaf=_is_variable)
-    return {name for variable in variables if isinstance(variable, nnx.RngCount) for name in jax.tree.leaves(variable)}
-
-
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
+    return set(split.rest.streams) - random_keys(rest)
 
 
 def check_statistics(statistics: Leaves) -> None:

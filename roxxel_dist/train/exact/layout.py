@@ -65,7 +65,7 @@ def check_virtual_shards(
             f"virtual_shards is {count}, and expert_devices is {mesh.shape[EXPERT]}: an expert's product is of rows of "
             f"several shards, whose number changes how it is added. Use fsdp, or set virtual_shards to 0"
         )
-    if mesh.shape.get(TENSOR, 1) > 1 or (mesh.axis_names != AXES and _axes_in_use(mesh) > 1):
+    if mesh.shape.get(TENSOR, 1) > 1 or (mesh.axis_names != AXES and sum(size > 1 for size in mesh.devices.shape) > 1):
         raise UserError(
             f"virtual_shards is {count}, and the mesh is {dict(mesh.shape)}: devices that share a product add it in "
             f"another order. Leave tensor_devices and meshes of your own with several axes out, or set virtual_shards "
@@ -87,10 +87,6 @@ def check_virtual_shards(
                 f"{phase}, which is not a multiple of virtual_shards ({count}){accumulated}: use a multiple of "
                 f"{count * grad_accum}"
             )
-
-
-def _axes_in_use(mesh: Mesh) -> int:
-    return sum(size > 1 for size in mesh.devices.shape)
 
 
 def _check_long_rows(phase: str, count: int, shape: Shape, grad_accum: int, mesh: Mesh, cuts_rows: bool) -> None:
