@@ -47,7 +47,7 @@ class Segment:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """All recorded settings that determine the results of its steps."""
+        """The recorded settings that determine the results of its steps."""
         from roxxel_dist.cluster.determinism import without_topology
 
         free = FREE_FIELDS | EXACT_FREE_FIELDS if self.is_exact else FREE_FIELDS
@@ -126,8 +126,8 @@ class RunRecord:
         return CheckpointMetadata.from_dict(saved.meta), table
 
     @contextlib.contextmanager
-    def fetched(self, *steps: int) -> Iterator[None]:
-        """Within it these checkpoints are local, also for a run in a bucket. Raises ValueError if one is damaged."""
+    def fetch_checkpoints(self, *steps: int) -> Iterator[None]:
+        """Make these checkpoints local within it, also for a run in a bucket. Raises ValueError if one is damaged."""
         if self.remote is not None:
             self.remote.saved(read_only=True)
             for step in steps:
@@ -141,7 +141,7 @@ LOSSES = ("train_loss", "val_loss")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Where two runs differ."""
+    """The difference of two runs."""
 
     equal_to: int
     """The last step up to which both have read the same rows and had the same losses; 0 if there is none."""

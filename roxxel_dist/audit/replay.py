@@ -176,7 +176,7 @@ def loop_of(run: RunRecord, interval: Interval, watch: "Watch", *, last: int) ->
         data = held.enter_context(open_data(run.folder, saved, None, config))
         components = build_components(config, data, begun_with=kernel_begun_with(saved))
         if interval.start:
-            held.enter_context(run.fetched(interval.start))
+            held.enter_context(run.fetch_checkpoints(interval.start))
             _link_checkpoint(run, interval, folder)
         else:
             _check_plan(run, interval)

@@ -107,7 +107,8 @@ class Target:
         return any(importlib.util.find_spec(name) is not None for name in names)
 
     def environment(self) -> dict[str, str]:
-        """Of a process that compiles: it must neither look for accelerators of this machine nor hold libtpu's lock."""
+        """The variables of a process that compiles: it must neither look for accelerators of this machine nor hold
+        libtpu's lock."""
         common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
         if self.is_gpu:
             return common | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}

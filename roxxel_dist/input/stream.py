@@ -79,7 +79,7 @@ class FetchAhead:
             target=_run, args=(self._position, windows, stop, fetchers), name="roxxel-ahead", daemon=True
         ).start()
 
-    def reached(self, step: int) -> None:
+    def reach(self, step: int) -> None:
         """The reader is about to read `step`."""
         self._position.reach(step)
 
@@ -233,7 +233,7 @@ class Stream:
         if self._fetch_ahead is None:
             fetchers = [dataset.fetcher for dataset in self.datasets.values() if dataset.fetcher]
             self._fetch_ahead = FetchAhead(self.twin().windows, step, self.plan.total_steps, fetchers)
-        self._fetch_ahead.reached(step)
+        self._fetch_ahead.reach(step)
 
     def windows(self, first: int, stop: int) -> Iterator[Windows]:
         """The windows that this process reads in the steps [first, stop), by data set and length."""

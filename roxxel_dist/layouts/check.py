@@ -179,7 +179,7 @@ class _Check:
         self._even = has_statistics or self._has_balance
         coming = map(self._begun, names)
         begun = deque(islice(coming, AHEAD))
-        main.measured()
+        main.measure()
         results = [self._of_processes] if self._of_processes is not None else []
         for result in results:
             self._done(result)
@@ -324,7 +324,7 @@ class _Check:
             return begun
         layout, order = begun.layout, begun.truth.order
         try:
-            reference = begun.truth.measured()
+            reference = begun.truth.measure()
         except Exception as error:
             return _without_reference(layout, error)
         try:
@@ -347,7 +347,7 @@ class _Check:
     def _of_noise(self, begun: _Begun, outcome: Outcome, *, without: bool) -> list[Difference]:
         """The random streams that draw other numbers in a layout; `without`: whether it agrees without noise."""
         layout, truth = begun.layout, begun.truth
-        reference = truth.measured()
+        reference = truth.measure()
         of_count = differences_in_count(outcome, reference, layout)
         streams = tuple(sorted(name for name in outcome.drawn if outcome.drawn[name] or reference.drawn.get(name)))
         if not streams or not layout.calls_once or layout.batch != layout.truth:  # parts that are calls draw anew
@@ -368,7 +368,7 @@ class _Check:
 
     def _with_noise(self, begun: _Begun, streams: tuple[str, ...]) -> tuple[Difference, float, float] | None:
         """(the first result that differs with the noise of these streams, the loss, the loss on one device)."""
-        reference, outcome = begun.truth.measured_with(streams), begun.program.run(noise=streams)
+        reference, outcome = begun.truth.measure_with_noise(streams), begun.program.run(noise=streams)
         found, _ = differences(outcome, reference, begun.layout, begun.truth.order, self._weights.streams)
         return (found[0], float(outcome.values[LOSS]), float(reference.exact[LOSS])) if found else None
 
@@ -386,7 +386,7 @@ class _Check:
         if not subject.has_own_optimizer or not layout.calls_once or layout.batch != "rows":
             return []
         if self._updates is None:
-            reference, single = self._truth("rows").measured(), self._single("rows")
+            reference, single = self._truth("rows").measure(), self._single("rows")
             gradient = {name: reference.exact[GRADIENT + name].astype(np.float32) for name in self._weights.params}
             optimizer = for_run(subject.optimizer, subject.curriculum.shapes, {})
             self._updates = UpdateCheck(

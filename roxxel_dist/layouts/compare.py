@@ -59,7 +59,7 @@ class Difference:
         return next((start for start in KINDS if self.what.startswith(start)), "")
 
     def __str__(self) -> str:
-        """In one line."""
+        """The difference in one line."""
         numbers = []
         if self.ratio is not None:
             near_one = _two_numbers(self.ratio, 1.0)[0]  # with as many digits as show that it is not 1

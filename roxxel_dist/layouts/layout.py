@@ -130,7 +130,7 @@ def layout_of(name: str, devices: Sequence[Any]) -> Layout | str:
 
 
 def _micro_batches(mesh: Mesh, sharding: NamedSharding | None = None) -> Layout:
-    """On the first device of a mesh."""
+    """Micro-batches on the first device of a mesh."""
     alone = reference_layout(mesh, sharding or batch_sharding(mesh), "rows")
     text, sizes = f"{MICRO_BATCHES} micro-batches on one device", {"micro-batches": MICRO_BATCHES}
     return dataclasses.replace(alone, name="accum", text=text, grad_accum=MICRO_BATCHES, sizes=sizes)
@@ -147,7 +147,7 @@ def layout_of_mesh(name: str, mesh: Mesh, sharding: NamedSharding, *, fsdp: bool
     return f"the mesh has axes of its own ({axes})"
 
 
-def everywhere(mesh: Mesh) -> NamedSharding:
+def place_whole(mesh: Mesh) -> NamedSharding:
     """Whole on each device."""
     return NamedSharding(mesh, P())
 

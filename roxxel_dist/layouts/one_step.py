@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from roxxel_dist.cluster.mesh import device_type, fit_sharding
 from roxxel_dist.cluster.xla_flags import RUN_ONCE
-from roxxel_dist.layouts.layout import Layout, devices_of, everywhere
+from roxxel_dist.layouts.layout import Layout, devices_of, place_whole
 from roxxel_dist.layouts.noise import count_draws, counted_keys, is_key, other_kinds, reset_draws, switch_on, wrap
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.process.exit_codes import UserError
@@ -197,7 +197,7 @@ def _as_given(
             return jax.ShapeDtypeStruct(like.shape, jnp.float64, sharding=like.sharding)
         return like
 
-    whole = everywhere(layout.mesh)
+    whole = place_whole(layout.mesh)
     numbers = {
         name: own(name, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole))
         for name, value in weights.hparams.items()
@@ -226,7 +226,7 @@ class Compiling:
         self._program = _COMPILER.submit(lowered.compile, compiler_options=options)
 
     def __call__(self, *args: Any) -> Any:
-        """Its results."""
+        """The results of the program."""
         return self._program.result()(*args)
 
 

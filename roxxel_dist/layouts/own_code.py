@@ -20,7 +20,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Literal
 
 from roxxel_dist.layouts.compare import INITIAL, UPDATE, Difference, compare_results, ratio_and_angle, share_of
-from roxxel_dist.layouts.layout import Layout, devices_of, everywhere
+from roxxel_dist.layouts.layout import Layout, devices_of, place_whole
 from roxxel_dist.layouts.one_step import Arrays, Outcome, Weights, compile_step, copies_of
 from roxxel_dist.layouts.reference import SAMPLES, norm, perturb, reference_of_samples, to_float64
 from roxxel_dist.model.split import Leaves, trace_module
@@ -255,7 +255,7 @@ def _program(
         transformation = own.build(numbers, steps // 2)
         return updates_of(transformation, gradient, transformation.init(params), params, jnp.float32(1))[0]
 
-    whole = everywhere(layout.mesh)
+    whole = place_whole(layout.mesh)
     numbers = {name: np.float32(value) for name, value in own.settings(steps).items()}
     shapes = {name: jax.ShapeDtypeStruct((), np.float32, sharding=whole) for name in numbers}
     jitted = jax.jit(update, out_shardings={name: like.sharding for name, like in params.items()})

@@ -148,15 +148,15 @@ class Truth:
     with_noise: dict[tuple[str, ...], Reference] = field(default_factory=dict)
     """By the streams that draw."""
 
-    def measured(self) -> Reference:
+    def measure(self) -> Reference:
         """The reference without noise; measured once."""
         self.reference = self.reference or self.programs.run()
         return self.reference
 
-    def measured_with(self, streams: tuple[str, ...]) -> Reference:
+    def measure_with_noise(self, streams: tuple[str, ...]) -> Reference:
         """The reference with the noise of these streams; measured once."""
         if streams not in self.with_noise:
-            self.with_noise[streams] = self.programs.run_with_noise(streams, self.measured().terms)
+            self.with_noise[streams] = self.programs.run_with_noise(streams, self.measure().terms)
         return self.with_noise[streams]
 
 

@@ -141,8 +141,8 @@ def packed_rows(tokens: np.ndarray, *, even: bool) -> Packed:
 
 
 def rows_of_documents(tokens: np.ndarray, *, even: bool) -> Packed:
-    """The same documents, each in a row of its own; what is behind it is documents of one token, which predict
-    nothing."""
+    """The documents of `packed_rows`, each in a row of its own; what is behind it is documents of one token, which
+    predict nothing."""
     first, both = _cut(tokens, even=even)
     length = max(first, both - first) + 1
     of_rows = list[tuple[np.ndarray, np.ndarray, np.ndarray]]()
@@ -196,7 +196,7 @@ def open_subject(config: Config, data_path: str | Path | None, devices: int) -> 
 
 
 def drop_balance(loss_fn: LossFn) -> LossFn:
-    """The same loss without its second term."""
+    """A loss without its second term."""
     own = token_losses if loss_fn is next_token_loss else loss_fn
 
     def alone(model: Any, batch: Any) -> Any:

@@ -119,7 +119,8 @@ class ModuleHead:
         return self._function(module, x_BxCxD)
 
     def pull(self, arrays: Arrays, x_BxCxD: jax.Array) -> tuple[jax.Array, Pull]:
-        """As that of `ProductHead`; the gradient of an array that is no floating numbers is None."""
+        """(logits, function of their gradient) as that of `ProductHead`; the gradient of an array that is no floating
+        numbers is None."""
 
         def function(floating: dict[int, jax.Array], x_BxCxD: jax.Array) -> jax.Array:
             return self.logits([floating.get(i, array) for i, array in enumerate(arrays)], x_BxCxD)
@@ -324,7 +325,7 @@ def _on_devices(
     count = math.prod(mesh.shape[axis] for axis in sharing)
 
     def place(array: jax.Array) -> int | None:
-        """Where the sum for an array is cut."""
+        """The dimension along which the sum for an array is cut."""
         at = cut(array) if cut and array.size >= FSDP_MIN_SIZE else None
         return None if at is None or array.shape[at] % count else at
 

@@ -179,7 +179,7 @@ def _reads_smollm3(values: Mapping[str, Any], fields: dict[str, Any]) -> list[st
 
 
 def _turned(layers: int, interval: int) -> list[int]:
-    """For each layer, 1 where it has rotary positions."""
+    """Marks of the layers: 1 where one has rotary positions."""
     return [int((i + 1) % interval != 0) for i in range(layers)]
 
 

@@ -53,7 +53,7 @@ class Sampling:
 
 
 class SamplingInputs(NamedTuple):
-    """The same as inputs of a compiled program, so that other values do not recompile it."""
+    """A `Sampling` as inputs of a compiled program, so that other values do not recompile it."""
 
     temperature: Any
     """float32[]"""

@@ -192,7 +192,7 @@ def rotary_of(config: ModelConfig) -> Rotary | None:
     """The rotary settings of a config; None if it has no rotary positions."""
     if config.pos_encoding != "rotary":
         return None
-    part = None if config.partial_rotary_factor == 1 or config.mla else config.turned(config.heads()[2])
+    part = None if config.partial_rotary_factor == 1 or config.mla else config.rotary_channels(config.heads()[2])
     return Rotary(
         theta=config.rope_theta, scale=config.rope_scale_factor, trained=config.rope_trained_context, turned=part
     )

@@ -76,7 +76,7 @@ class LoRALinear(nnx.LinearGeneral):
 
     def merge_weights(self) -> jax.Array:
         """W + scale A B: the kernel of an equivalent plain layer, in the dtype of W."""
-        return merged(self.kernel[...], self.lora_a[...], self.lora_b[...], self.scale)
+        return merge_adapter(self.kernel[...], self.lora_a[...], self.lora_b[...], self.scale)
 
 
 class ExpertsAdapter(nnx.Module):
@@ -91,9 +91,9 @@ class ExpertsAdapter(nnx.Module):
         self.lora_b: LoRAParam[jax.Array] = LoRAParam(jnp.zeros((count, config.lora_rank, *out)), **of_b)
         self.scale: float = config.lora_alpha / config.lora_rank
 
-    def merged(self, kernel_ExIxO: jax.Array) -> jax.Array:
+    def merge_adapter(self, kernel_ExIxO: jax.Array) -> jax.Array:
         """The experts' matrices with their adapters."""
-        return merged(kernel_ExIxO, self.lora_a[...], self.lora_b[...], self.scale)
+        return merge_adapter(kernel_ExIxO, self.lora_a[...], self.lora_b[...], self.scale)
 
 
 def _metadata_beside(kernel: nnx.Param[jax.Array]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -138,7 +138,7 @@ def kernel_of(layer: nnx.LinearGeneral) -> jax.Array:
     return layer.merge_weights() if isinstance(layer, LoRALinear) else layer.kernel[...]
 
 
-def merged(kernel: Any, a: Any, b: Any, scale: float) -> Any:
+def merge_adapter(kernel: Any, a: Any, b: Any, scale: float) -> Any:
     """kernel [..., in, *out] + scale a [..., in, r] b [..., r, *out], computed in float32, in the kernel's dtype."""
     flat = b.reshape(*b.shape[: a.ndim - 1], math.prod(b.shape[a.ndim - 1 :]))
     product = jnp.matmul(jnp.float32(a), jnp.float32(flat), precision="highest").reshape(kernel.shape)
@@ -171,5 +171,5 @@ def merge_adapters(params: Mapping[str, Any], scales: Mapping[str, float]) -> di
     plain = {name: array for name, array in params.items() if not name.endswith((LORA_A_SUFFIX, LORA_B_SUFFIX))}
     for name, scale in scales.items():
         target = target_of(name)
-        plain[target] = merged(plain[target], params[name + LORA_A_SUFFIX], params[name + LORA_B_SUFFIX], scale)
+        plain[target] = merge_adapter(plain[target], params[name + LORA_A_SUFFIX], params[name + LORA_B_SUFFIX], scale)
     return plain

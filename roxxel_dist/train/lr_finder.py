@@ -237,7 +237,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, opt
 
 
 def _slopes(values: Sequence[float], half: int) -> list[float]:
-    """At each value the slope a step of the line, by least squares, through those up to `half` before and behind it.
+    """The slope a step, at each value, of the line, by least squares, through those up to `half` before and behind it.
 
     By sums over all values before, so that a value costs the same at any `half`; they are of differences to the first
     value, which keeps their digits.

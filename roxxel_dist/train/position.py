@@ -35,7 +35,7 @@ from roxxel_dist.train.steps import StepOptions, Steps, make_steps
 
 @dataclass(eq=False, repr=False)
 class Position:
-    """Where a run is. A step moves it on, and a rewind moves it back."""
+    """The position of a run. A step moves it on, and a rewind moves it back."""
 
     parts: Parts
     start: ResumePoint

@@ -46,7 +46,7 @@ MOST_STEPS = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a process begins to train."""
+    """The point at which a process begins to train."""
 
     step: int
     """Steps done."""
@@ -74,7 +74,7 @@ class ResumePoint:
 
     @property
     def source_text(self) -> str:
-        """Where the state comes from, for the log."""
+        """The source of the state, for the log."""
         if self.copy is not None:
             return self.copy.source_text
         return "its checkpoint" if self.source is None else f"the checkpoint {self.source}"
@@ -91,7 +91,7 @@ def begin(
     origin: ResumeSpec,
     copy: Generation | None = None,
 ) -> ResumePoint:
-    """Where a process begins to train. Changes nothing on the disk.
+    """Find where a process begins to train. Changes nothing on the disk.
 
     A run that has checkpoints resumes from its own, even if it is a fork, or from a `copy` in memory that is newer.
     Raises ValueError if there is no such checkpoint, if it is of another run, or if all those of the run are damaged.

@@ -57,7 +57,7 @@ class Announcement:
 
 
 class StepAgreement:
-    """The same `Announcement` after the same step on every rank. All ranks make the same calls.
+    """Gives every rank the same `Announcement` after the same step. All ranks make the same calls.
 
     Args:
         requests: requests to save, which rank 0 reads.
@@ -82,7 +82,7 @@ class StepAgreement:
         if not self._alone:
             self._announce(step)
 
-    def after(self, step: int) -> Announcement:
+    def announcement(self, step: int) -> Announcement:
         """What to do after `step`. Every rank calls this once a step, at the same place.
 
         Raises:
@@ -105,7 +105,7 @@ class StepAgreement:
         return announcement
 
     def _announce(self, done: int) -> None:
-        """On rank 0, publish what to do after the step `_next`; elsewhere, note under which key."""
+        """Publish, on rank 0, what to do after the step `_next`; elsewhere, note under which key."""
         self._key = unique_key("step")
         if self._primary:
             before, since = self._announced
@@ -120,7 +120,7 @@ class StepAgreement:
                 key_value_store().key_value_delete(self._old_keys.popleft())
 
     def _decide(self, step: int, done: int) -> Announcement:
-        """On rank 0: what to do after `step`, when `done` steps are done."""
+        """What to do, by rank 0, after `step`, when `done` steps are done."""
         copy = self._memory.decide(step, done) if self._memory is not None else None
         next_step = step + self._interval
         if self._memory is not None and (due := self._memory.next_step) is not None:
@@ -188,7 +188,7 @@ class Saves:
 
     def due(self, done: int) -> tuple[bool, bool]:
         """Whether to save a checkpoint after a step, as it is due or asked for; whether to copy the state in memory."""
-        last_step, announced = self._position.last_step, self.agreement.after(done)
+        last_step, announced = self._position.last_step, self.agreement.announcement(done)
         self.stopped = announced.stop and done < last_step
         save = announced.save or self.stopped or self._options.is_due("checkpoint", done, last_step)
         copy = self.memory is not None and self.memory.accept(announced.copy)

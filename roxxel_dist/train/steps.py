@@ -164,7 +164,7 @@ class Steps:
         """The ordinary steps on the first device, where nothing is cut; the model is not traced again."""
         mesh = _first_device(self.mesh)
         return Steps(
-            builder=self.builder.on(mesh),
+            builder=self.builder.on_mesh(mesh),
             loss=self.loss,
             optimizer=self.optimizer,
             sharding=batch_sharding(mesh),
@@ -245,7 +245,7 @@ class Steps:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedSteps(Steps):
-    """The same for a run with virtual shards, whose bits are the same on any number of devices.
+    """The steps of a run with virtual shards, whose bits are the same on any number of devices.
 
     The `builder` is of one device of this process: each computes the whole state, and keeps its slices.
     """
@@ -289,12 +289,12 @@ class ShardedSteps(Steps):
         return ShardedEvaluation(replace(self.programs, end=end), self.layout)
 
     def accumulation(self, batch: Any) -> str:
-        """Nothing: each shard adds up its own micro-batches."""
+        """An empty text: each shard adds up its own micro-batches."""
         del batch
         return ""
 
     def program_flops(self, program: Any) -> float | None:
-        """None: a step is many programs."""
+        """No FLOPs: a step is many programs."""
         del program
 
     def memory(self, compiler: AotCompiler, batch: Any) -> StepMemory:

@@ -145,7 +145,7 @@ def attend(
     if 1 < token_shards(mesh) <= length:
         native = native_kernel(situation.device)
         fits = kernel in ("auto", native) and not broken_rule(native, situation)
-        return cut_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, mask.scaled(size), native if fits else "xla")
+        return cut_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, mask.with_scale(size), native if fits else "xla")
     chosen: KernelName = "xla"
     if mask.positions is None:  # the other kernels know places alone
         chosen = kernel_for(kernel, _of_rows(situation, rows, mesh))
@@ -153,7 +153,7 @@ def attend(
 
 
 def _of_rows(situation: Situation, rows: int, mesh: Any) -> Situation:
-    """The same for so many rows that are not cut."""
+    """A situation of so many rows that are not cut."""
     return dataclasses.replace(situation, whole_rows=mesh.empty or rows % row_shards(mesh) == 0)
 
 

@@ -43,7 +43,7 @@ def blocked_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax
     padded = -(-length // size) * size  # what is added is masked as later tokens
     grouped = q_BxLxHxK.reshape(batch, length, groups, heads // groups, -1)
     q, k, v = (pad_tokens(x, padded) for x in (grouped, k_BxLxGxK, v_BxLxGxV))
-    out = attend_in_blocks(BLOCKED, q, k, v, mask.scaled(width).pad(padded), size)
+    out = attend_in_blocks(BLOCKED, q, k, v, mask.with_scale(width).pad(padded), size)
     return out.reshape(batch, padded, heads, -1)[:, :length]
 
 
@@ -208,7 +208,7 @@ BLOCKED = Form(split_heads, join_heads, blocked_forward, blocked_backward)
 def attend_in_blocks(form: Form, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, size: int) -> jax.Array:
     """Attention of rows that lie whole on a device, [B, tokens, ...] of a multiple of `size` tokens, as `form` has
     queries, keys and values."""
-    each = mask.labels(lambda x: split_rows(x, size))
+    each = mask.map_labels(lambda x: split_rows(x, size))
     at = Blocks.between(jnp.arange(k.shape[1] // size), size, each, each)
     return form.join(_with_gradients(form)(*(form.split(x, size) for x in (q, k, v)), at))
 

@@ -168,5 +168,5 @@ class Gate(nnx.Module):
         self.score: nnx.LinearGeneral = linear(config, None, config.dim, (n_heads, size), axes, init, rngs)
 
     def __call__(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
-        """From the head outputs and the layer's input to the gated head outputs."""
+        """The gated head outputs, from the head outputs and the layer's input."""
         return mixed_BxLxHxK * jax.nn.sigmoid(self.score(x_BxLxD))

@@ -238,7 +238,7 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax
     """[B, L, H, V] from queries [B, L, H, K], keys [B, S, G, K] and values [B, S, G, V]; of each pair, in memory."""
     window, pairs = mask.window if mask.by_place else None, mask.dense()
     if mask.cap is not None:
-        return _capped(q, k, v, mask.scaled(k.shape[-1]), mask.cap, window, pairs)
+        return _capped(q, k, v, mask.with_scale(k.shape[-1]), mask.cap, window, pairs)
     size, values, scale = k.shape[-1], v.shape[-1], mask.scale or None
     if size != values:  # jax needs values as wide as keys; zeros add nothing to a score
         scale, widest = scale or 1 / math.sqrt(size), max(size, values)
@@ -259,7 +259,7 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax
 def _capped(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, cap: float, window: int | None, pairs: jax.Array | None
 ) -> jax.Array:
-    """The same with a soft cap, which jax's function has not, in float32 at least."""
+    """Attention with a soft cap, which jax's function has not, in float32 at least."""
     (batch, length, heads, size), (_, keys, groups, _) = q.shape, k.shape
     q_BxLxGxRxK = q.reshape(batch, length, groups, heads // groups, size)
     wide = jnp.promote_types(q.dtype, jnp.float32)

@@ -53,12 +53,12 @@ class Capacity(NamedTuple):
         """Whether any choices could be more than it takes."""
         return self.most < self.length
 
-    def dropped(self, chosen_NxK: jax.Array, count: int) -> jax.Array:
+    def dropped_share(self, chosen_NxK: jax.Array, count: int) -> jax.Array:
         """float32[]: the share of the choices, int32 among `count` experts, that are dropped."""
         over_BxE = jnp.maximum(_counts(chosen_NxK.reshape(-1, self.length * chosen_NxK.shape[1]), count) - self.most, 0)
         return over_BxE.sum() / jnp.float32(chosen_NxK.size)
 
-    def kept(self, chosen_NxK: jax.Array, count: int) -> jax.Array:
+    def keep_choices(self, chosen_NxK: jax.Array, count: int) -> jax.Array:
         """bool[N, K]: the choices that are not dropped."""
         rank_BxA, _, _ = _ranks(chosen_NxK.reshape(-1, self.length * chosen_NxK.shape[1]), count)
         return (rank_BxA < self.most).reshape(chosen_NxK.shape)
@@ -297,13 +297,13 @@ class MixtureOfExperts(nnx.Module):
         y_NxD = by_device(x_NxD, chosen_NxK, gates_NxK, matrices, self.activate, limit)
         balance = balance_of(probability_NxE, chosen_NxK)
         if capacity is not None:
-            balance = balance._replace(dropped=capacity.dropped(chosen_NxK, self.n_experts))
+            balance = balance._replace(dropped=capacity.dropped_share(chosen_NxK, self.n_experts))
         return y_NxD.reshape(x_BxLxD.shape), balance
 
     def _matrices(self, name: str) -> jax.Array:
         """The experts' matrices of one kind, with their adapters merged, if any."""
         kernel, adapter = getattr(self, name)[...], getattr(self, name + ADAPTER, None)
-        return kernel if adapter is None else adapter.merged(kernel)
+        return kernel if adapter is None else adapter.merge_adapter(kernel)
 
 
 def choose(probability_NxE: jax.Array, top_k: int, *, divides: bool) -> tuple[jax.Array, jax.Array]:
@@ -320,7 +320,8 @@ def choose(probability_NxE: jax.Array, top_k: int, *, divides: bool) -> tuple[ja
 
 
 def balance_of(probability_NxE: jax.Array, chosen_NxK: jax.Array) -> Balance:
-    """Its loss is E x the sum over experts of (share of the tokens' choices) x (mean probability), with these shares.
+    """The balance of choices: its loss is E x the sum over experts of (share of the tokens' choices) x (mean
+    probability), with these shares.
 
     It is 1 if all experts get equally many tokens, E if one gets all. The shares have no gradient; the probabilities
     do, and those of busy experts weigh more (Switch; GShard, Lepikhin et al., 2020).
@@ -357,7 +358,7 @@ def by_device(
     everywhere = x_NxD.shape[0] % pieces > 0
     alone = not automatic or mesh.size == 1 or (everywhere and not divided)
     if capacity is not None and not alone and (mesh.shape.get(TOKENS, 1) > 1 or len(x_NxD) // capacity.length % pieces):
-        gates_NxK = jnp.where(capacity.kept(chosen_NxK, count), gates_NxK, 0)
+        gates_NxK = jnp.where(capacity.keep_choices(chosen_NxK, count), gates_NxK, 0)
         capacity = None
 
     def of_rows(x: jax.Array, chosen: jax.Array, gates: jax.Array, own: Matrices) -> jax.Array:

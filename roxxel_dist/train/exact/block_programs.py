@@ -219,7 +219,7 @@ class BlockCompiler:
         return self.compiler.each(jax.jit(function, donate_argnums=donate), shapes_of(args), self.layout.devices)
 
     def _flat(self, share: Any, blocks: int) -> Any:
-        """Of so many blocks, of the shape of a device's share."""
+        """Shape of so many blocks, of of a device's share."""
         return jax.ShapeDtypeStruct((1, share.shape[1] // self.ownership.most * blocks), np.float32)
 
     def _squares(self, shares: Packed, rest: Packed) -> SquaresOfBlocks:
@@ -236,7 +236,7 @@ class BlockCompiler:
         )
 
     def _numbers(self, ranges: Sequence[range]) -> BlockNumbers:
-        """For devices that compute these blocks."""
+        """Numbers of blocks, for devices that compute these."""
         layout, most, count = self.layout, max(map(len, ranges)), self.ownership.count
 
         def stack_numbers(each: list[jax.Array]) -> jax.Array:
@@ -284,7 +284,7 @@ class BlockCompiler:
         )
 
     def _group(self, number: int, chunks: Sequence[Any], inputs: Any) -> Group:
-        """Of large parameters."""
+        """A group of large parameters."""
         arrays = self._arrays(self.blocks.groups[number])
         selection, programs = arrays.selection, self.programs
 

@@ -21,11 +21,11 @@ from roxxel_dist.train.step.step import (
     Hparams,
     Loss,
     LossFn,
+    count_predicted,
     divisor,
     measure,
     micro_batches,
-    predicted,
-    weighted,
+    weigh,
 )
 
 TILE = 1024
@@ -41,7 +41,7 @@ def wide(dtype: Any) -> Any:
 
 
 def pack(tree: Any) -> Packed:
-    """All leaves of a tree, flat and behind each other, by their types for sums."""
+    """The leaves of a tree, flat and behind each other, by their types for sums."""
     by_type: dict[str, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(tree):
         kind = wide(leaf.dtype)
@@ -125,7 +125,7 @@ class ShardPrograms:
 
         def gradient(rest: Leaves, rows: Any) -> tuple[Leaves, Leaves, Loss]:
             grads, (rest, loss) = jax.grad(loss_of, has_aux=True)(params, rest, rows)
-            return jax.tree.map(lambda grad: weighted(grad.astype(wide(grad.dtype)), loss.weight), grads), rest, loss
+            return jax.tree.map(lambda grad: weigh(grad.astype(wide(grad.dtype)), loss.weight), grads), rest, loss
 
         if count == 1:
             grads, after, loss = gradient(streams, rows)
@@ -141,7 +141,7 @@ class ShardPrograms:
             zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, wide(param.dtype)), params)
             (grads, after), losses = jax.lax.scan(add, (zeros, streams), pieces)
         loss, weight = jnp.float32(losses.loss), losses.weight
-        scalars = {name: weighted(jnp.float32(value), weight).sum() for name, value in losses.scalars.items()}
+        scalars = {name: weigh(jnp.float32(value), weight).sum() for name, value in losses.scalars.items()}
         counted = jnp.float32(count) if weight is None else jnp.float32(weight).sum()
 
         def of_all_rows(values: jax.Array | None) -> jax.Array | None:
@@ -154,7 +154,7 @@ class ShardPrograms:
         counts, statistics = random_counts(self.split, rest) & changed, changed - random_keys(rest)
         sums = Sums(
             grads,
-            weighted(loss, weight).sum(),
+            weigh(loss, weight).sum(),
             counted,
             scalars,
             of_all_rows(losses.row_loss),
@@ -168,10 +168,10 @@ class ShardPrograms:
     def losses(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Packed:
         """The packed sums of the losses of a virtual shard, dropout off: see `mean_losses`."""
         loss = self._evaluated(params, rest, hparams, rows)
-        weight = jnp.float32(predicted(rows) if loss.weight is None else loss.weight)
-        scalars = [weighted(jnp.float32(loss.scalars[name]), weight) for name in _means(loss.scalars)]
+        weight = jnp.float32(count_predicted(rows) if loss.weight is None else loss.weight)
+        scalars = [weigh(jnp.float32(loss.scalars[name]), weight) for name in _means(loss.scalars)]
         ends = None if self.end is None else jnp.float32(loss.scalars[END_NATS])
-        return pack((weighted(jnp.float32(loss.loss), weight), weight, scalars, ends))
+        return pack((weigh(jnp.float32(loss.loss), weight), weight, scalars, ends))
 
     def _evaluated(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Loss:
         model = self.split.merge(params, rest, hparams, training=False, dtype=self.compute_dtype)

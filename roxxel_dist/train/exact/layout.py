@@ -171,7 +171,7 @@ class ShardLayout:
 
     @cached_property
     def line(self) -> Mesh:
-        """All devices along one axis, in the order of the rows that they hold."""
+        """The devices along one axis, in the order of the rows that they hold."""
         mesh = self.mesh
         if not self.is_even:
             return Mesh(mesh.devices.reshape(-1), (SHARDS,), axis_types=(AxisType.Auto,))
@@ -247,7 +247,7 @@ class DeviceStates:
 
     @property
     def whole(self) -> TrainState:
-        """The same arrays as global ones; they are not copied."""
+        """The state as global arrays; they are not copied."""
         if self._whole is None:
             whole: TrainState = jax.tree.map(
                 lambda leaf, *parts: jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, list(parts)),

@@ -50,8 +50,8 @@ def split_tokens(cut: RowCut, x_L: jax.Array, *, repeat: bool = True) -> jax.Arr
 
 def keys_of_shard(cut: RowCut, shard: jax.Array, mask: Mask) -> Blocks:
     """Which blocks of keys of its row each block of a shard attends to; `mask`: its segments are int32[M, C]."""
-    numbers, of_k = cut.numbers(shard), mask.labels(lambda x: x[:, None])
-    return Blocks.between(numbers, cut.size, of_k.labels(lambda x: x[numbers]), of_k)
+    numbers, of_k = cut.numbers(shard), mask.map_labels(lambda x: x[:, None])
+    return Blocks.between(numbers, cut.size, of_k.map_labels(lambda x: x[numbers]), of_k)
 
 
 def only_block(blocks: Any) -> Block:
@@ -237,7 +237,7 @@ class PiecePrograms:
         return grads, d_x, d_q, d_normed, tuple(d_kv)
 
     def _keys(self, shard: Any, segments: Any, q: jax.Array) -> Blocks:
-        mask = replace(mask_of(self.config).scaled(q.shape[-1]), window=self.config.window, segments=segments)
+        mask = replace(mask_of(self.config).with_scale(q.shape[-1]), window=self.config.window, segments=segments)
         return keys_of_shard(self.cut, shard, mask)
 
     def losses(self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: Balance) -> Packed:

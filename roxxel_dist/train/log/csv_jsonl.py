@@ -139,7 +139,7 @@ class JsonlReader:
             yield {name: value for name, value in row.items() if value is not None and name != DIGEST}
 
     def objects(self) -> Iterator[dict[str, Any]]:
-        """The same with the digest, and None for a metric that was not finite. Raises ValueError where a line is no
+        """The new rows with the digest, and None for a metric that was not finite. Raises ValueError where a line is no
         row."""
         if self._file is None:
             if not self._path.exists():

@@ -33,7 +33,7 @@ SLOW_S = 2.0
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. The fields' names are in every checkpoint."""
+    """What a step changes. The fields' names are in every checkpoint."""
 
     step: jax.Array
     """int32[]: optimizer steps done."""
@@ -93,8 +93,8 @@ class StateBuilder:
             split = source.split
         return cls(split=split, source=source, init_optimizer=init_optimizer, mesh=mesh, fsdp=fsdp, dtype=dtype)
 
-    def on(self, mesh: Mesh, *, fsdp: bool = False) -> "StateBuilder":
-        """The same on another mesh; the model is not traced again."""
+    def on_mesh(self, mesh: Mesh, *, fsdp: bool = False) -> "StateBuilder":
+        """The builder on another mesh; the model is not traced again."""
         return replace(self, mesh=mesh, fsdp=fsdp)
 
     @cached_property
@@ -353,7 +353,7 @@ class TrainView:
 
     @property
     def evaluated(self) -> dict[str, jax.Array]:
-        """Those that are evaluated, by the same names: their average, where the run keeps one."""
+        """The parameters that are evaluated, by name: their average, where the run keeps one."""
         return self._state.evaluated
 
     @property

@@ -300,7 +300,7 @@ def accumulate(
             grads = jax.tree.map(lambda t, g: g.astype(t.dtype), total, grads)
             if loss.weight is None:
                 return (jax.tree.map(lambda t, g: t + g / parts, total, grads), rest), loss
-            return (jax.tree.map(lambda t, g: t + weighted(g, loss.weight), total, grads), rest), loss
+            return (jax.tree.map(lambda t, g: t + weigh(g, loss.weight), total, grads), rest), loss
 
         # Sums of bfloat16 lose what is small: they are kept in float32.
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
@@ -309,7 +309,7 @@ def accumulate(
         counted = parts if losses.weight is None else divisor(across(losses.weight.sum()))
         # A mean in bfloat16 has three digits.
         numbers = jax.tree.map(jnp.float32, {"loss": losses.loss, **losses.scalars})
-        numbers = {name: across(weighted(values, losses.weight).sum(0)) / counted for name, values in numbers.items()}
+        numbers = {name: across(weigh(values, losses.weight).sum(0)) / counted for name, values in numbers.items()}
         if losses.weight is not None:
             total = jax.tree.map(lambda t: t / counted, total)
         of_rows = losses.row_loss, losses.row_weight
@@ -331,7 +331,7 @@ def zero_if_unweighted(grads: Leaves, loss: Loss) -> tuple[Leaves, Loss]:
     return grads, loss._replace(loss=numbers, scalars=scalars)
 
 
-def weighted(value: jax.Array, weight: jax.Array | None) -> jax.Array:
+def weigh(value: jax.Array, weight: jax.Array | None) -> jax.Array:
     """A value times its weight, if there is one; 0 for a weight of 0, also of a NaN (the mean of no tokens)."""
     return value if weight is None else jnp.where(weight == 0, 0, value * weight)
 
@@ -341,7 +341,7 @@ def divisor(weight: jax.Array) -> jax.Array:
     return jnp.where(weight == 0, 1, weight)
 
 
-def predicted(batch: Any) -> int:
+def count_predicted(batch: Any) -> int:
     """How many tokens a batch of B rows of L tokens predicts where its loss function does not say: B (L - 1)."""
     rows, length = jax.tree.leaves(batch)[0].shape
     return rows * (length - 1)
@@ -360,7 +360,7 @@ def make_eval_step(
         params, rest, hparams = on_phase_mesh((params, rest, hparams))
         model = split.merge(params, rest, hparams, training=False, dtype=compute_dtype)
         loss = measure(loss_fn, model, batch, end)
-        weight = jnp.float32(predicted(batch) if loss.weight is None else loss.weight)
+        weight = jnp.float32(count_predicted(batch) if loss.weight is None else loss.weight)
         return jax.tree.map(jnp.float32, {**loss.scalars, "loss": loss.loss, WEIGHT: weight})
 
     return jax.jit(evaluate)

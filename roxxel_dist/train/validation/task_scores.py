@@ -103,7 +103,7 @@ class TaskScores:
         return found
 
     def _batches(self) -> Iterator[tuple[jax.Array, jax.Array]]:
-        """All rows in order; the last batch is filled up with empty ones."""
+        """The rows in order; the last batch is filled up with empty ones."""
         for begin in range(0, len(self._rows), self._shape[0]):
             arrays = pad_scored(self._rows[begin : begin + self._shape[0]], self._shape)
             tokens, scored = (
