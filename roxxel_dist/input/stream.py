@@ -251,11 +251,8 @@ class Stream:
         return Stream(self.plan.copy(), named, self.sharding, self.step, self.grad_accum)
 
     def verify(self, first: int, stop: int, blocks: VerifiedBlocks) -> None:
-        """Verify the blocks that this process reads in the steps [first, stop), except those verified before.
-
-        Raises:
-            DamagedData: tokens do not match their checksums. The message names data set, file, block and documents.
-        """
+        """Verify the blocks that this process reads in the steps [first, stop), except those verified before. Raises
+        DamagedData, which names data set, file, block and documents, where tokens do not match their checksums."""
         for windows in self.windows(first, stop):
             try:
                 blocks.verify(windows.data, windows.offset, windows.length, documents=windows.packed)

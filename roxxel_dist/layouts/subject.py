@@ -100,10 +100,10 @@ class Subject:
     def batch(self, name: BatchName, devices: int, seq_len: int | None, *, even: bool) -> Any:
         """The rows of a step, int32[B, L], or a `Packed` of three such arrays; numpy.
 
-        There are two rows for each device, or one for each virtual shard. The few rows are the first ones. Packed
-        rows have two documents
-        each, which are tokens of the corpus, and a token that belongs to neither, so that the inputs of both batches
-        are the same tokens: one document is three times as long as the other, or as long where they must be `even`.
+        There are two rows for each device, or one for each virtual shard. The few rows are the first ones. Packed rows
+        have two documents each, which are tokens of the corpus, and a token that belongs to neither, so that the inputs
+        of both batches are the same tokens: one document is three times as long as the other, or as long where they
+        must be `even`.
         """
         length = seq_len or min(self.shape.seq_len, TOKENS)
         rows = self._rows(2 * devices, length, self.shape.packing)

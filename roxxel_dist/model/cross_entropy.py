@@ -140,15 +140,11 @@ Head = ProductHead | ModuleHead
 
 @jax.named_scope(HEAD_AND_LOSS)
 def cross_entropy(head: Head, arrays: Arrays, x_BxLxD: jax.Array, targets_BxL: jax.Array, chunks: int) -> Losses:
-    """The losses of tokens, with gradients of each of them; the backward pass computes the logits again, if they are
-    cut.
+    """The losses of tokens, by the head and its arrays from states, with the targets, int32, to predict; each has a
+    gradient.
 
-    Args:
-        head: makes logits.
-        arrays: of the head.
-        x_BxLxD: states.
-        targets_BxL: int32, the tokens to predict.
-        chunks: how many there are of the tokens that a device has of every row; 0 for all at once.
+    `chunks`: how many there are of the tokens that a device has of every row, of which the backward pass computes the
+    logits again; 0 for all at once.
     """
 
     def local(arrays: Arrays, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> Losses:

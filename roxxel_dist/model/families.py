@@ -319,14 +319,10 @@ def layer_types(layers: int, sliding: bool, pattern: int | None) -> list[str]:
 
 
 def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
-    """The contents of `config.json`, of the family that `family_of` names.
+    """The contents of `config.json`, of the family that `family_of` names, of a config with vocab_size set; `eos_id` is
+    the token that ends a text and stands before one.
 
-    Args:
-        config: of the model, with vocab_size set.
-        eos_id: the token that ends a text and stands before one.
-
-    Raises:
-        ValueError: the family does not support it; the message names every unsupported field.
+    Raises ValueError, which names every unsupported field, where the family does not support it.
     """
     name = family_of(config)
     family = FAMILIES[name]

@@ -199,17 +199,11 @@ def rotary_of(config: ModelConfig) -> Rotary | None:
 
 
 def rotate(x_BxLxHxK: jax.Array, position_L: jax.Array, rotary: Rotary) -> jax.Array:
-    """Turn each pair (i, i + K/2) of a head's K numbers, or of its first ones, by an angle that grows with the position
-    (Su et al., "RoFormer", 2021).
+    """Queries or keys, of the same shape and dtype, with each pair (i, i + K/2) of a head's K numbers, an even count,
+    or of its first ones, turned by an angle that grows with the position, int32 [L], or [B, L] for each row (Su et al.,
+    "RoFormer", 2021).
 
-    Args:
-        x_BxLxHxK: queries or keys; K even.
-        position_L: int32 [L] positions, or [B, L] for each row.
-        rotary: how fast.
-
-    Returns:
-        An array of the same shape and dtype, computed in float32. The product of a rotated query and key depends only
-        on their distance.
+    Computed in float32. The product of a rotated query and key depends only on their distance.
     """
     if rotary.turned is not None:
         turned, rest = jnp.split(x_BxLxHxK, [rotary.turned], axis=-1)

@@ -51,17 +51,13 @@ def run_stack(
     remat: GradientCheckpointing,
     period: int = 1,
 ) -> tuple[jax.Array, Balance, tuple[LayerCache, ...] | None]:
-    """Run all blocks in order: [B, L, dim], the balance of their experts, and the cache of each.
+    """Run all blocks, of `stack_of`, in order: [B, L, dim], the balance of their experts, and the cache of each. The
+    call advances their random streams.
 
-    Args:
-        blocks: from `stack_of`; the call advances its random streams.
-        x_BxLxD: the input of the first block.
-        metadata: for all of them.
-        caches: the cache of each block.
-        scan: compile one block for all. With a cache the loop is unrolled, so that each entry is updated in place.
-        period: so many layers differ; then they come again. A block learns its number from the metadata.
-        remat: compute each block again in the backward pass, but for the kernel of attention; "products": and but for
-            products with weights.
+    With `scan` one block is compiled for all; with a cache the loop is unrolled, so that each entry is updated in
+    place. `period`: so many layers differ, then they come again; a block learns its number from the metadata. `remat`:
+    compute each block again in the backward pass, but for the kernel of attention; "products": and but for products
+    with weights.
     """
     graphdef, shared, params, streams = nnx.split(blocks, DynamicScalar, nnx.Param, ...)
 

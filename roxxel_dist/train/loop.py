@@ -35,15 +35,11 @@ from roxxel_dist.train.validation.evaluator import run_eval_fn, summarize
 
 
 class Loop:
-    """A run that is ready to train, or has trained. `open` makes it; `close` gives back what it holds.
+    """A run that is ready to train, or has trained. `open` makes it of its `parts`; `close` gives back what it `held`:
+    folder, checkpoints, compiler and log.
 
-    Attributes:
-        parts: what it was made of.
-        held: its folder, checkpoints, compiler and log.
-        position: its plan, its state, and the steps done.
-        programs: the compiled steps.
-        saves: when it saves; `saves.stopped` after a request to stop.
-        deferred: the metrics that are still on the devices.
+    `position` has its plan, its state and the steps done, `programs` the compiled steps, `saves.stopped` is true after
+    a request to stop, and `deferred` has the metrics that are still on the devices.
     """
 
     def __init__(

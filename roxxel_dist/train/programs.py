@@ -21,17 +21,11 @@ MOST_WORK = 1.2
 
 
 class Programs:
-    """The programs of a run, by phase.
+    """The programs of a run, by phase, compiled in the compiler's thread; the plan of `position` says which shapes
+    come.
 
-    Args:
-        parts: of the run.
-        position: where it is; its plan says which shapes come.
-        compiler: in whose thread they are compiled.
-
-    Attributes:
-        blocks: the verified blocks of the data's files; None: nothing is verified.
-        validation: of the run.
-        tasks: of the run, measured with each validation.
+    `blocks` are the verified blocks of the data's files, None where nothing is verified; `tasks` are measured with each
+    `validation`.
     """
 
     def __init__(self, parts: Parts, position: Position, compiler: AotCompiler) -> None:

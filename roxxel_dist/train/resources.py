@@ -44,11 +44,8 @@ class Resources:
 
     @classmethod
     def open(cls, parts: Parts) -> "Resources":
-        """Take what the run needs; writes nothing. All ranks call it together.
-
-        Raises:
-            UserError: on every rank, where another process trains in the folder, or it is no place for a run.
-        """
+        """Take what the run needs; writes nothing. All ranks call it together. Raises UserError, on every rank, where
+        another process trains in the folder, or it is no place for a run."""
         progress = Progress.from_env(process_index())
         timeline = Timeline(None if process_index() else parts.folder, progress)
         log = LogQueue()

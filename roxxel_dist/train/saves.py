@@ -59,9 +59,7 @@ class Announcement:
 class StepAgreement:
     """Gives every rank the same `Announcement` after the same step. All ranks make the same calls.
 
-    Args:
-        requests: requests to save, which rank 0 reads.
-        memory: the copies of the state in memory, of which rank 0 decides.
+    Rank 0 reads the `requests` to save, and decides of the copies of the state in `memory`.
     """
 
     def __init__(self, requests: SaveRequests, memory: MemoryTier | None) -> None:
@@ -158,12 +156,8 @@ LAST_WORDS_LIMIT_S = 3600.0
 class Saves:
     """Saves and copies the state of a run where it is due, or asked for. All ranks make the same calls.
 
-    As a context manager it writes files of weights in the background.
-
-    Attributes:
-        stopped: whether the run was asked to stop before its end; that step is saved.
-        agreement: what rank 0 announces for a step.
-        memory: the copies in memory; None: there are none.
+    As a context manager it writes files of weights in the background. `stopped` says whether the run was asked to stop
+    before its end; that step is saved. `memory` has the copies in memory, if there are any.
     """
 
     def __init__(self, held: Resources, position: Position) -> None:

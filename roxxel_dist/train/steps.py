@@ -356,19 +356,14 @@ def make_steps(
     options: StepOptions,
     settings: Mapping[str, float] | None = None,
 ) -> Steps:
-    """The steps of a model, its loss and its optimizer; the model is traced, and nothing is computed.
+    """The steps of a model, or of a callable that makes one, its loss and its optimizer (None: nothing is trained); the
+    model is traced, and nothing is computed.
 
-    Args:
-        model: a module, or a callable that makes one.
-        loss: (model, batch) to what `unpack_loss` takes.
-        optimizer: None where nothing is trained.
-        sharding: of a (rows, tokens) batch; a mesh alone stands for `batch_sharding` of it.
-        options: what else decides the programs.
-        settings: numbers that are inputs of every step, such as "lr".
+    `sharding` is that of a (rows, tokens) batch, or a mesh alone for `batch_sharding` of it; `settings` are numbers
+    that are inputs of every step, such as "lr".
 
-    Raises:
-        ValueError: settings of the model or the optimizer are impossible, or the mesh does not fit.
-        TypeError: the callable returns no module.
+    Raises ValueError where settings of the model or the optimizer are impossible, or the mesh does not fit; TypeError
+    where the callable returns no module.
     """
     sharding = batch_sharding(sharding) if isinstance(sharding, Mesh) else sharding
     mesh, shards = sharding.mesh, options.virtual_shards

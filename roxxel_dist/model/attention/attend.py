@@ -120,15 +120,8 @@ def attend(
 ) -> jax.Array:
     """softmax(q k scale) v for each head over the keys that each token attends to: [B, L, H, V].
 
-    Args:
-        q_BxLxHxK: queries; groups of H / G share a key.
-        k_BxSxGxK: keys.
-        v_BxSxGxV: values; V <= K.
-        mask: of the tokens. With `pairs`, as a cache has, XLA computes all scores at once, whatever the kernel.
-        kernel: see `kernel_for`.
-
-    Raises:
-        ValueError: the kernel cannot run here.
+    Groups of H / G queries share a key; V <= K. With `pairs` in the mask, as a cache has, XLA computes all scores at
+    once, whatever the kernel (see `kernel_for`). Raises ValueError where the kernel cannot run here.
     """
     if mask.pairs is not None:
         return dense_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, mask)

@@ -27,16 +27,11 @@ def block_of(window: int | None, largest: int = BLOCK) -> int:
 
 
 def blocked_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.Array, mask: Mask) -> jax.Array:
-    """Causal attention by XLA, [B, L, H, V], a block of queries and a block of keys at a time.
+    """Causal attention by XLA, [B, L, H, V], a block of queries and a block of keys at a time; groups of H / G queries
+    share a key.
 
     For each block of queries it computes only the blocks of keys that are not masked: none after it, and none before
     its window. No array has more than a block's scores, in the backward pass too.
-
-    Args:
-        q_BxLxHxK: queries; groups of H / G share a key.
-        k_BxLxGxK: keys.
-        v_BxLxGxV: values.
-        mask: causal.
     """
     batch, length, heads, width = q_BxLxHxK.shape
     groups, size = k_BxLxGxK.shape[2], block_of(mask.window)

@@ -153,15 +153,11 @@ KERNELS: Mapping[KernelName, Kernel] = {
 
 
 def kernel_for(kernel: AttentionKernel, situation: Situation, *, begun: bool = False) -> KernelName:
-    """The kernel that computes attention: the named one, or for auto the device's own.
+    """The kernel that computes attention: the named one, or for auto cuDNN on a GPU and splash attention on a TPU if
+    they support the situation, otherwise XLA.
 
-    Args:
-        kernel: auto: cuDNN on a GPU and splash attention on a TPU if they support it, otherwise XLA.
-        situation: what it computes, and where.
-        begun: whether it is the kernel that a resumed run keeps, for the message.
-
-    Raises:
-        ValueError: the named kernel does not support it; the message has the rule and the fix.
+    Raises ValueError, with the rule and the fix, where the named kernel does not support it; `begun` says, for that
+    message, whether it is the kernel that a resumed run keeps.
     """
     if kernel == "auto":
         native = native_kernel(situation.device)

@@ -111,22 +111,12 @@ class Slots(NamedTuple):
 def apply_by_slots(
     x_NxD: jax.Array, chosen_NxK: jax.Array, matrices: Matrices, activate: Activation, capacity: Capacity, devices: int
 ) -> jax.Array:
-    """The outputs of the experts of whole rows, 0 for choices that are dropped.
+    """[N, K, D]: the outputs of the experts, int32 of all devices, of whole rows of tokens, 0 for choices that are
+    dropped.
 
     An expert is a product of as many slots as there are, whatever the load: shapes are fixed, and no slot waits. With
-    several `devices` along "expert", within a `jax.shard_map`, each has a share of the experts, in order, and slots are
-    sent there and back.
-
-    Args:
-        x_NxD: rows of tokens, one after the other.
-        chosen_NxK: int32: their experts, of all devices.
-        matrices: of this device's experts.
-        activate: [..., P, F] to [..., F].
-        capacity: of each expert.
-        devices: along "expert".
-
-    Returns:
-        [N, K, D].
+    several `devices` along "expert", within a `jax.shard_map`, each has the `matrices` of a share of the experts, in
+    order, and slots are sent there and back.
     """
     top_k, count = chosen_NxK.shape[1], len(matrices.second) * devices
     slot_A, choice_R = Slots.of_choices(chosen_NxK, count, capacity)
@@ -147,20 +137,11 @@ log: logging.Logger = logging.getLogger(__name__)
 def experts(
     x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, matrices: Matrices, activate: Activation
 ) -> jax.Array:
-    """The sum over a row's experts e of gate x (activate(row @ first[e]) @ second[e]).
+    """[N, D] in the type of x: the sum over a row's experts e of gate x (activate(row @ first[e]) @ second[e]).
 
     It is `ragged` on TPUs, and on GPUs with a kernel for it. Elsewhere `dense` is less work than `jax.lax.ragged_dot`,
-    which computes every expert for each of N x K rows there.
-
-    Args:
-        x_NxD: the rows.
-        chosen_NxK: int32: the experts of each row, all different.
-        gates_NxK: float32: the weight of each of them.
-        matrices: of all experts.
-        activate: [..., P, F] to [..., F].
-
-    Returns:
-        [N, D] in the type of x.
+    which computes every expert for each of N x K rows there. The experts of a row, int32, are all different; their
+    weights are float32.
     """
     form = ragged if uses_ragged(chosen_NxK.size, len(matrices.second), chosen_NxK.shape[1]) else dense
     return form(x_NxD, chosen_NxK, gates_NxK, matrices, activate)

@@ -72,18 +72,13 @@ class StateBuilder:
         fsdp: bool = False,
         dtype: Any = None,
     ) -> "StateBuilder":
-        """Split a module, or trace what makes one; nothing is computed.
+        """Split a module, the same on every process, or trace what makes one with random streams of its own; nothing is
+        computed.
 
-        Args:
-            model: a module, the same on every process, or a callable that makes one with random streams of its own.
-            init_optimizer: parameters to the optimizer's state, as an optax transformation's `init`.
-            mesh: devices of all processes.
-            fsdp: cut large parameters over the mesh's "fsdp", or its first axis where it has none. What a module asks
-                for itself (`nnx.with_partitioning`) holds in any case.
-            dtype: of all floating parameters, and so of the moments; None leaves them as they are.
-
-        Raises:
-            TypeError: the callable returns no module.
+        `init_optimizer` makes the optimizer's state of parameters, as an optax transformation's `init`. With `fsdp`
+        large parameters are cut over the mesh's "fsdp", or its first axis where it has none; what a module asks for
+        itself (`nnx.with_partitioning`) holds in any case. `dtype` is of all floating parameters, and so of the
+        moments; None leaves them as they are. Raises TypeError where the callable returns no module.
         """
         if isinstance(model, nnx.Module):
             split, *parts = split_module(model)

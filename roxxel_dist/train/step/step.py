@@ -156,15 +156,11 @@ def make_step(
 ) -> Callable[[TrainState, Hparams, Any], tuple[TrainState, Metrics]]:
     """A jitted (state, hparams, batch) -> (state, metrics); the state passed in is donated, and keeps its shardings.
 
-    Args:
-        split: the model.
-        loss_fn: (model, batch) to what `unpack_loss` takes; a "balance_loss" is minimised too.
-        optimizer: see `optimizer.py`.
-        like: the state, or its shapes and shardings.
-        sharding: of a (rows, tokens) batch: int32[B, L], or a tuple of such arrays.
-        grad_accum: micro-batches, see `micro_batches`; divides a B that is larger.
-        compute_dtype: of parameters in the forward and backward pass; the optimizer keeps them in their own.
-        skip_bad: leave a bad step's update out (see `bad_steps.py`).
+    `loss_fn` is (model, batch) to what `unpack_loss` takes; a "balance_loss" is minimised too. `like` is the state, or
+    its shapes and shardings; `sharding` is that of a (rows, tokens) batch, int32[B, L], or a tuple of such arrays.
+    `grad_accum` micro-batches divide a B that is larger (`micro_batches`); `compute_dtype` is that of parameters in the
+    forward and backward pass, while the optimizer keeps them in their own; `skip_bad` leaves a bad step's update out
+    (`bad_steps.py`).
     """
 
     def loss_of(params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> tuple[jax.Array, Any]:
