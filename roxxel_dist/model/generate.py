@@ -87,14 +87,8 @@ def sampling_inputs(
     temperature, top_k = min(sampling.temperature, MOST_FLOAT), min(sampling.top_k, MOST_INT)
     end_E = np.full(STOP_STEP * max(1, -(-len(stop_ids) // STOP_STEP)), NO_TOKEN, np.int32)
     end_E[: len(stop_ids)] = sorted(stop_ids)
-    return SamplingInputs(
-        np.float32(temperature),
-        np.int32(top_k),
-        np.float32(sampling.top_p),
-        np.asarray(seeds, np.int32),
-        end_E,
-        known_V,
-    )
+    numbers = np.float32(temperature), np.int32(top_k), np.float32(sampling.top_p)
+    return SamplingInputs(*numbers, np.asarray(seeds, np.int32), end_E, known_V)
 
 
 def sample(logits_BxV: jax.Array, place_B: jax.Array, inputs: SamplingInputs) -> jax.Array:

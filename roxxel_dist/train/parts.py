@@ -81,13 +81,8 @@ class Parts:
             raise UserError(
                 "keep_every and keep_steps apply to the run's own checkpoints: leave them out, or the checkpointer"
             )
-        check_shapes(
-            self.training.shapes,
-            self.grad_accum,
-            self.options.virtual_shards,
-            self.mesh,
-            cuts_rows=can_cut_rows(self.model, self.loss_fn),
-        )
+        cuts_rows, shards = can_cut_rows(self.model, self.loss_fn), self.options.virtual_shards
+        check_shapes(self.training.shapes, self.grad_accum, shards, self.mesh, cuts_rows=cuts_rows)
         _ = self.update_rule
 
     @functools.cached_property

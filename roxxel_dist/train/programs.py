@@ -42,14 +42,8 @@ class Programs:
         rows = ValidationRows.from_dict(saved).with_phases(position.plan.shapes)
         sets = parts.validation_sets, parts.training.primary_streamer
         self.validation: Validation = Validation.of_steps(*sets, self._steps, model, compiler, rows, self.blocks)
-        self.tasks: TaskScores = TaskScores(
-            parts.tasks,
-            self._steps.split,
-            compiler,
-            parts.sharding,
-            position.plan.shapes,
-            self._steps.options.compute_dtype,
-        )
+        batches = parts.sharding, position.plan.shapes, self._steps.options.compute_dtype
+        self.tasks: TaskScores = TaskScores(parts.tasks, self._steps.split, compiler, *batches)
 
     def check_data(self) -> None:
         """Raises ValueError where a validation set is too small for a phase, a token has no logit, or the model cannot

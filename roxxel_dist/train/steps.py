@@ -117,27 +117,20 @@ class Steps:
     def init(self, *, restored: bool = False, load: Load | None = None) -> tuple[TrainState, Leaves]:
         """(the state before the first step, the inputs of every step), on the mesh; the arguments are those of
         `StateBuilder.build`: of a state that will be `restored` from a checkpoint there are shapes."""
-        state, hparams = self._built(restored=restored, load=load)
+        state, hparams = self._place_built(self.builder.build(restored=restored, load=load))
         return state, {**hparams, **scalars_on(self.mesh, self.settings)}
 
-    def _built(self, *, restored: bool, load: Load | None) -> tuple[TrainState, Leaves]:
-        return self.builder.build(restored=restored, load=load)
+    def _place_built(self, built: tuple[TrainState, Leaves]) -> tuple[TrainState, Leaves]:
+        return built
 
     @cached_property
     def train(self) -> Any:
         """The training step, (state, hparams, batch) -> (state, metrics), for an `AotCompiler` to compile."""
         options, optimizer = self.options, self.optimizer
         assert optimizer is not None
-        return make_step(
-            self.split,
-            self.loss,
-            optimizer,
-            self.state,
-            self.sharding,
-            grad_accum=options.grad_accum,
-            compute_dtype=options.compute_dtype,
-            skip_bad=options.skip_bad,
-        )
+        more: Any = {"grad_accum": options.grad_accum, "skip_bad": options.skip_bad}
+        more["compute_dtype"] = options.compute_dtype
+        return make_step(self.split, self.loss, optimizer, self.state, self.sharding, **more)
 
     def evaluate(self, end: int | None = None) -> Any:
         """The evaluation, (params, rest, hparams, batch) -> losses, likewise; `end` is as for `make_eval_step`."""
@@ -257,8 +250,8 @@ class ShardedSteps(Steps):
             self.split, *self.builder.shapes, init, self.mesh, options.virtual_shards, fsdp=options.fsdp
         )
 
-    def _built(self, *, restored: bool, load: Load | None) -> tuple[TrainState, Leaves]:
-        return place_like(self.builder.build(restored=restored, load=load), self._placed)
+    def _place_built(self, built: tuple[TrainState, Leaves]) -> tuple[TrainState, Leaves]:
+        return place_like(built, self._placed)
 
     @cached_property
     def layout(self) -> ShardLayout:
@@ -269,15 +262,8 @@ class ShardedSteps(Steps):
     def programs(self) -> ShardPrograms:
         """The functions of one device."""
         options, optimizer = self.options, self.optimizer
-        return ShardPrograms(
-            self.split,
-            self.loss,
-            optimizer,  # pyright: ignore[reportArgumentType]
-            options.virtual_shards,
-            options.grad_accum,
-            options.compute_dtype,
-            options.skip_bad,
-        )
+        numbers = options.virtual_shards, options.grad_accum, options.compute_dtype, options.skip_bad
+        return ShardPrograms(self.split, self.loss, optimizer, *numbers)  # pyright: ignore[reportArgumentType]
 
     @cached_property
     def train(self) -> ShardedStep:

@@ -239,17 +239,9 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax
     if size != values:  # jax needs values as wide as keys; zeros add nothing to a score
         scale, widest = scale or 1 / math.sqrt(size), max(size, values)
         q, k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, widest - x.shape[-1])]) for x in (q, k, v))
-    mixed = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=pairs,
-        scale=scale,
-        is_causal=mask.by_place,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="xla",
-    )
-    return mixed[..., :values]
+    options: Any = {"mask": pairs, "scale": scale, "is_causal": mask.by_place, "implementation": "xla"}
+    options["local_window_size"] = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(q, k, v, **options)[..., :values]
 
 
 def _capped(
