@@ -152,7 +152,11 @@ def mark_checked(code: Iterable[Any], model_args: Any = None) -> None:
 def _mark(code: Iterable[Any], model_args: Any) -> Path:
     digest = hashlib.sha256(json.dumps(model_args or {}, sort_keys=True, default=str).encode())
     for each in code:
-        named = each if hasattr(each, "__qualname__") else type(each)
+        made = each
+        while isinstance(made, functools.partial):  # else all that are made so have the one mark of functools
+            digest.update(repr((made.args, made.keywords)).encode())
+            made = made.func
+        named = made if hasattr(made, "__qualname__") else type(made)
         digest.update(f"{named.__module__}:{named.__qualname__}".encode())
         file = getattr(sys.modules.get(named.__module__), "__file__", None)
         digest.update(Path(file).read_bytes() if file and Path(file).exists() else b"")
