@@ -47,7 +47,7 @@ class Segment:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """All recorded settings that determine the results of its steps."""
+        """The recorded settings that determine the results of its steps."""
         from roxxel_dist.cluster.determinism import without_topology
 
         free = FREE_FIELDS | EXACT_FREE_FIELDS if self.is_exact else FREE_FIELDS
@@ -124,8 +124,8 @@ class RunRecord:
         return CheckpointMetadata.from_dict(saved.meta), table
 
     @contextlib.contextmanager
-    def fetched(self, *steps: int) -> Iterator[None]:
-        """Within it these checkpoints are local, also for a run in a bucket. Raises ValueError if one is damaged."""
+    def fetch_checkpoints(self, *steps: int) -> Iterator[None]:
+        """Make these checkpoints local within it, also for a run in a bucket. Raises ValueError if one is damaged."""
         if self.remote is not None:
             self.remote.list_saved(read_only=True)
             for step in steps:
@@ -133,17 +133,13 @@ class RunRecord:
                     raise UserError(f"the checkpoint of step {step} of {self.name} is damaged: {'; '.join(problems)}")
         yield
 
-    def has_digests(self, first: int, last: int) -> bool:
-        """Whether all rows of these steps have a digest, and so belong to one chain."""
-        return all(DIGEST in row for step, row in self.rows.items() if first <= step <= last)
-
 
 LOSSES = ("train_loss", "val_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Where two runs differ."""
+    """The difference of two runs."""
 
     equal_to: int
     """The last step up to which both have read the same rows and had the same losses; 0 if there is none."""

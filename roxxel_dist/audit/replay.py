@@ -65,7 +65,7 @@ class Interval:
     def digests(self, run: RunRecord) -> bool:
         """Whether the replay has the same chain of digests as the run."""
         known = not self.start or run.checkpoint(self.start)[0].digest
-        return bool(known) and run.has_digests(self.start + 1, self.last)
+        return bool(known) and all(DIGEST in row for step, row in run.rows.items() if self.start < step <= self.last)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ def loop_of(run: RunRecord, interval: Interval, watch: "Watch", *, last: int) ->
         data = held.enter_context(open_data(run.folder, saved, None, config))
         components = build_components(config, data, begun_with=kernel_begun_with(saved))
         if interval.start:
-            held.enter_context(run.fetched(interval.start))
+            held.enter_context(run.fetch_checkpoints(interval.start))
             _link_checkpoint(run, interval, folder)
         else:
             _check_plan(run, interval)

@@ -31,6 +31,14 @@ class Accelerator(NamedTuple):
     compute_capability: str = ""
     """Of an NVIDIA GPU."""
 
+    def seconds(self, flops: float, data: float, sent: float, network: float) -> tuple[float, float, float]:
+        """The least seconds for so many operations, bytes of its own memory, and bytes that it sends, of which so many
+        go over its host's network; 0 for links of which no source says a speed."""
+        links = sent / (self.link_gigabytes_per_s * 1e9) if self.link_gigabytes_per_s else 0.0
+        if self.network_gigabytes_per_s:
+            links = max(links, network / (self.network_gigabytes_per_s * 1e9))
+        return flops / (self.tera_flops * 1e12), data / (self.gigabytes_per_s * 1e9), links
+
 
 def _sheet(product: str) -> str:
     return f"NVIDIA {product}, data sheet"

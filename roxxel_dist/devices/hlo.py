@@ -74,11 +74,11 @@ class Instruction:
 
     @cached_property
     def path(self) -> str:
-        """Its `op_name`: where it was traced; "" if the compiler added it."""
+        """The `op_name`, where it was traced; "" if the compiler added it."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
         return found[1] if found else ""
 
-    def called(self) -> list[str]:
+    def called_computations(self) -> list[str]:
         """The computations of a fusion, a call, a loop or a conditional."""
         names = ("calls", "body", "to_apply", "true_computation", "false_computation", "branch_computations")
         found = [self.attribute(name) or "" for name in names]

@@ -120,22 +120,22 @@ class _Analysis:
                 found = self._trips(where, each) if mean is None else mean
                 count = (trips + 1) / 2 if found is None else float(found)
                 total.has_open_loops |= found is None
-                total.add(self.cost(each.called()[0], count, channels), count)
+                total.add(self.cost(each.called_computations()[0], count, channels), count)
             case "conditional":
-                costs = [self.cost(name, trips, channels) for name in each.called()]
+                costs = [self.cost(name, trips, channels) for name in each.called_computations()]
                 total.add(max(costs, key=lambda cost: (cost.flops, cost.bytes_accessed)))
             case "call" | "call-start" | "async-start":  # newer TPUs start collectives on their SparseCores by a call
-                for name in each.called():
+                for name in each.called_computations():
                     total.add(self.cost(name, trips, channels))
             case _:
                 total.add(self._kernel(where, each, trips, channels))
 
     def _kernel(self, where: str, each: Instruction, trips: float, channels: set[Any]) -> ProgramCost:
-        """Of an instruction that runs no computation as a part of the program."""
+        """The cost of an instruction that runs no computation as a part of the program."""
         found = ProgramCost()
         match each.opcode:
             case "fusion":
-                for name in each.called():
+                for name in each.called_computations():
                     found.flops += self.cost(name, trips).flops
                     # Where a collective overlaps with computing, each fusion on its way names it, also those of loops
                     # that run meanwhile: it is one by its channel. A TPU adds and scatters at once, in a fusion of that
@@ -162,9 +162,10 @@ class _Analysis:
         return found
 
     def _paths(self, where: str, each: Instruction) -> tuple[str, ...]:
-        """Where a kernel was traced: of a fusion, its largest matrix product if it has one, then the whole, then its
-        other parts; of a copy that the compiler added, what it copies, and of a parameter, what takes the copy."""
-        called = each.called() if each.opcode == "fusion" else []
+        """The places where a kernel was traced: of a fusion, its largest matrix product if it has one, then the whole,
+        then its other parts; of a copy that the compiler added, what it copies, and of a parameter, what takes the
+        copy."""
+        called = each.called_computations() if each.opcode == "fusion" else []
         inner = [(name, part) for name in called for part in self.computations[name]]
         products = ((self._product(name, part), name, part) for name, part in inner)
         flops, name, largest = max(products, key=lambda found: found[0], default=(0.0, "", each))
@@ -178,7 +179,7 @@ class _Analysis:
         return tuple(self._takers(where, each.name))
 
     def _takers(self, where: str, name: str) -> Iterator[str]:
-        """Where what takes a result was traced; behind the end of an asynchronous copy, what takes the copy."""
+        """The places where what takes a result was traced; behind the end of an asynchronous copy, what takes it."""
         for other in self.computations[where]:
             if name in other.operands:
                 if other.path:
@@ -189,7 +190,7 @@ class _Analysis:
     def _product(self, where: str, each: Instruction) -> float:
         """FLOPs of an instruction within a fusion."""
         if each.opcode == "fusion":
-            return sum(self.cost(name, 1).flops for name in each.called())
+            return sum(self.cost(name, 1).flops for name in each.called_computations())
         is_product = each.opcode in ("dot", "convolution", "custom-call", "ragged-dot")
         return self._flops(where, each) if is_product else 0.0
 
@@ -208,7 +209,7 @@ class _Analysis:
             return None
         names, known, test = list(root.operands), {each.name: each for each in body}, root
         if root.opcode == "fusion":
-            inner = self.computations[root.called()[0]]
+            inner = self.computations[root.called_computations()[0]]
             test = next(each for each in inner if each.is_root)
             places = {each.name: int(each.argument) for each in inner if each.opcode == "parameter"}
             if not all(name in places for name in test.operands):
@@ -223,7 +224,7 @@ class _Analysis:
 
     def _step(self, loop: Instruction, counter: Instruction) -> int:
         """What a loop adds to its counter in each turn; 1 where that is not plain to see."""
-        body = self._by_name[loop.called()[0]]
+        body = self._by_name[loop.called_computations()[0]]
         root = next(each for each in body.values() if each.is_root)
         index = int(counter.attribute("index") or 0)
         if counter.opcode != "get-tuple-element" or root.opcode != "tuple" or index >= len(root.operands):
@@ -283,7 +284,7 @@ class _Analysis:
             return 2 * sum(array.memory_bytes for array in operands[-1 if each.opcode == "scatter" else 1])
         written = sum(array.memory_bytes for array in results)
         reads = [sum(array.memory_bytes for array in operand) for operand in operands]
-        body = each.called()[0] if each.opcode == "fusion" and each.called() else None
+        body = each.called_computations()[0] if each.opcode == "fusion" and each.called_computations() else None
         if body is None:
             return written + sum(reads)
         inner = self.computations[body]
@@ -376,7 +377,7 @@ def _slice_read(inner: Sequence[Instruction], index: int) -> float | None:
 
 
 def _kernel_flops(each: Instruction, operands: Sequence[Sequence[int]], size: int) -> float:
-    """Of a custom call with so many results; 0 where it is none of the known kernels."""
+    """FLOPs of a custom call with so many results; 0 where it is none of the known kernels."""
     found = re.search(r'custom_call_target="([^"]*)"', each.rest)
     target = found[1] if found else ""
     if "splash_mha" in each.name and target == "tpu_custom_call":

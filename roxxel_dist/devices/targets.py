@@ -1,8 +1,8 @@
 """Accelerators that are not here, for which their compiler runs on this machine: names, and devices to compile for."""
 
 import importlib.util
+import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +107,8 @@ class Target:
         return any(importlib.util.find_spec(name) is not None for name in names)
 
     def environment(self) -> dict[str, str]:
-        """Of a process that compiles: it must neither look for accelerators of this machine nor hold libtpu's lock."""
+        """The variables of a process that compiles: it must neither look for accelerators of this machine nor hold
+        libtpu's lock."""
         common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
         if self.is_gpu:
             return common | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
@@ -120,11 +121,8 @@ class Target:
         }
 
     def devices(self) -> list[Any]:
-        """`jax.Device`s to compile for, in a process with that `environment`.
-
-        Raises:
-            ValueError: the compiler refuses the topology; the message has its word.
-        """
+        """`jax.Device`s to compile for, in a process with that `environment`. Raises ValueError, with its word, where
+        the compiler refuses the topology."""
         import jax
         from jax.experimental import topologies
 
@@ -165,11 +163,8 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """The target of a name such as "v5e:4x4" or "h100:2x8".
-
-    Raises:
-        ValueError: the kind is not known, or the shape has another form; the message has the known ones and the form.
-    """
+    """The target of a name such as "v5e:4x4" or "h100:2x8". Raises ValueError, with the known ones and the form, for
+    another kind or shape."""
     forms = FORMS.format(tpu=", ".join(TPUS), gpu=", ".join(GPUS))
     kind, _, text = name.partition(":")
     if kind not in TPUS and kind not in GPUS:
@@ -201,11 +196,6 @@ def check_compiler(target: Target, install: str) -> None:
         )
 
 
-def process_environment(target: Target) -> dict[str, str]:
-    """This process's environment as that of the compiling one."""
-    return {**os.environ, **target.environment()}
-
-
 def gpu_config(gpu: Gpu) -> str:
     """The description of a GPU that XLA's compiler takes (a `GpuTargetConfigProto` as text)."""
     device = {
@@ -223,13 +213,8 @@ def gpu_config(gpu: Gpu) -> str:
     return (
         f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
         f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} '
-        f"runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: {quote_text(gpu.device_kind)}"
+        f"runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: {json.dumps(gpu.device_kind)}"
     )
-
-
-def quote_text(text: str) -> str:
-    """A string of the text form of a protocol buffer."""
-    return '"' + text.replace('"', '\\"') + '"'
 
 
 def memory_in(message: str) -> tuple[int | None, int | None]:

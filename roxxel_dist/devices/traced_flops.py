@@ -51,7 +51,7 @@ def _of_equation(eqn: Any, trips: float) -> float:
 
 
 def _of_kernel(eqn: Any) -> float:
-    """Of an attention kernel; else 0."""
+    """FLOPs of an attention kernel; else 0."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [getattr(atom.aval, "shape", ()) for atom in eqn.invars]
     if name == "pallas_call":
@@ -66,7 +66,7 @@ def _of_kernel(eqn: Any) -> float:
 
 
 def _of_inner(eqn: Any, trips: float) -> float:
-    """Of the programs that an equation runs."""
+    """FLOPs of the programs that an equation runs."""
     params = eqn.params
     match eqn.primitive.name:
         case "scan":

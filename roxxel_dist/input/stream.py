@@ -62,17 +62,12 @@ class Windows(NamedTuple):
 
 
 class FetchAhead:
-    """A thread that fetches the windows of the steps from `first`, as far ahead as the cache allows.
+    """A thread that fetches the windows of the steps from `first` up to `stop`, as far ahead as the cache of the
+    `fetchers` allows; `windows` gives those of the steps [first, stop).
 
     The windows of one step are rarely adjacent, but those of many steps fill whole units, which are fetched in joined
-    ranges. So the first step is fetched alone, and the others in long spans of steps. It ends with
-    this object. Errors are not reported: the step that reads the window tries again, and raises.
-
-    Args:
-        windows: returns the windows of the steps [first, stop).
-        first: the next step to be read.
-        stop: one past the last step.
-        fetchers: of the data sets.
+    ranges. So the first step is fetched alone, and the others in long spans of steps. It ends with this object. Errors
+    are not reported: the step that reads the window tries again, and raises.
     """
 
     def __init__(
@@ -84,7 +79,7 @@ class FetchAhead:
             target=_run, args=(self._position, windows, stop, fetchers), name="roxxel-ahead", daemon=True
         ).start()
 
-    def reached(self, step: int) -> None:
+    def reach(self, step: int) -> None:
         """The reader is about to read `step`."""
         self._position.reach(step)
 
@@ -238,7 +233,7 @@ class Stream:
         if self._fetch_ahead is None:
             fetchers = [dataset.fetcher for dataset in self.datasets.values() if dataset.fetcher]
             self._fetch_ahead = FetchAhead(self.twin().windows, step, self.plan.total_steps, fetchers)
-        self._fetch_ahead.reached(step)
+        self._fetch_ahead.reach(step)
 
     def windows(self, first: int, stop: int) -> Iterator[Windows]:
         """The windows that this process reads in the steps [first, stop), by data set and length."""
@@ -256,11 +251,8 @@ class Stream:
         return Stream(self.plan.copy(), named, self.sharding, self.step, self.grad_accum)
 
     def verify(self, first: int, stop: int, blocks: VerifiedBlocks) -> None:
-        """Verify the blocks that this process reads in the steps [first, stop), except those verified before.
-
-        Raises:
-            DamagedData: tokens do not match their checksums. The message names data set, file, block and documents.
-        """
+        """Verify the blocks that this process reads in the steps [first, stop), except those verified before. Raises
+        DamagedData, which names data set, file, block and documents, where tokens do not match their checksums."""
         for windows in self.windows(first, stop):
             try:
                 blocks.verify(windows.data, windows.offset, windows.length, documents=windows.packed)
@@ -414,11 +406,8 @@ class TokenLocation:
 
 
 def locate_token(dataset: Roxxel, offset: int) -> TokenLocation:
-    """The location of token `offset`, counted from the data set's start over all shards.
-
-    Raises:
-        ValueError: the data set has no such token.
-    """
+    """The location of token `offset`, counted from the data set's start over all shards. Raises ValueError where the
+    data set has no such token."""
     number = int(dataset.first_tokens.searchsorted(offset, side="right")) - 1
     last = int(dataset.first_tokens[-1]) + len(dataset.shards[-1].tokens) - 1
     if not 0 <= offset <= last:

@@ -14,13 +14,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from roxxel_dist.cluster.mesh import EXPERT
+from roxxel_dist.cluster.mesh import AXES, EXPERT
 from roxxel_dist.layouts.compare import Difference, difference_in_noise, differences, differences_in_count
 from roxxel_dist.layouts.layout import (
     OWN_MESH,
     BatchName,
     Layout,
-    has_own_axes,
     layout_of,
     layout_of_mesh,
     parse_names,
@@ -35,11 +34,10 @@ from roxxel_dist.layouts.own_code import (
     backward_order,
     coarsest,
     draw_lines,
-    first_inputs,
     loss_jaxpr,
     text_of,
 )
-from roxxel_dist.layouts.reference import ReferencePrograms, Truth
+from roxxel_dist.layouts.reference import ReferencePrograms, Truth, first_line
 from roxxel_dist.layouts.subject import Subject, check_devices, drop_balance, open_subject
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.process.exit_codes import UserError
@@ -181,7 +179,7 @@ class _Check:
         self._even = has_statistics or self._has_balance
         coming = map(self._begun, names)
         begun = deque(islice(coming, AHEAD))
-        main.measured()
+        main.measure()
         results = [self._of_processes] if self._of_processes is not None else []
         for result in results:
             self._done(result)
@@ -229,7 +227,7 @@ class _Check:
 
     def _layout(self, name: str) -> Layout | str:
         subject = self._subject
-        if subject.mesh is not None and subject.sharding is not None and has_own_axes(subject.mesh):
+        if subject.mesh is not None and subject.sharding is not None and subject.mesh.axis_names != AXES:
             return layout_of_mesh(name, subject.mesh, subject.sharding, fsdp=subject.fsdp)
         if name == "experts" and EXPERT not in self._weights.axes:
             return f"no parameter names the axis {EXPERT!r}"
@@ -256,7 +254,7 @@ class _Check:
             self._truths[key] = Truth(
                 programs,
                 backward_order(jaxpr, sorted(self._weights.params)),
-                draw_lines(jaxpr, first_inputs(self._weights), self._weights.keys),
+                draw_lines(jaxpr, [*sorted(self._weights.params), *sorted(self._weights.rest)], self._weights.keys),
             )
         return self._truths[key]
 
@@ -326,7 +324,7 @@ class _Check:
             return begun
         layout, order = begun.layout, begun.truth.order
         try:
-            reference = begun.truth.measured()
+            reference = begun.truth.measure()
         except Exception as error:
             return _without_reference(layout, error)
         try:
@@ -349,7 +347,7 @@ class _Check:
     def _of_noise(self, begun: _Begun, outcome: Outcome, *, without: bool) -> list[Difference]:
         """The random streams that draw other numbers in a layout; `without`: whether it agrees without noise."""
         layout, truth = begun.layout, begun.truth
-        reference = truth.measured()
+        reference = truth.measure()
         of_count = differences_in_count(outcome, reference, layout)
         streams = tuple(sorted(name for name in outcome.drawn if outcome.drawn[name] or reference.drawn.get(name)))
         if not streams or not layout.calls_once or layout.batch != layout.truth:  # parts that are calls draw anew
@@ -370,7 +368,7 @@ class _Check:
 
     def _with_noise(self, begun: _Begun, streams: tuple[str, ...]) -> tuple[Difference, float, float] | None:
         """(the first result that differs with the noise of these streams, the loss, the loss on one device)."""
-        reference, outcome = begun.truth.measured_with(streams), begun.program.run(noise=streams)
+        reference, outcome = begun.truth.measure_with_noise(streams), begun.program.run(noise=streams)
         found, _ = differences(outcome, reference, begun.layout, begun.truth.order, self._weights.streams)
         return (found[0], float(outcome.values[LOSS]), float(reference.exact[LOSS])) if found else None
 
@@ -388,7 +386,7 @@ class _Check:
         if not subject.has_own_optimizer or not layout.calls_once or layout.batch != "rows":
             return []
         if self._updates is None:
-            reference, single = self._truth("rows").measured(), self._single("rows")
+            reference, single = self._truth("rows").measure(), self._single("rows")
             gradient = {name: reference.exact[GRADIENT + name].astype(np.float32) for name in self._weights.params}
             optimizer = for_run(subject.optimizer, subject.curriculum.shapes, {})
             self._updates = UpdateCheck(
@@ -402,21 +400,15 @@ def _without_reference(layout: Layout, error: Exception) -> LayoutResult:
     if layout.truth == "rows":
         raise error
     what = "documents in rows" if layout.truth == "documents" else "a few rows"
-    text = f"model or loss do not take {what} on one device: {_line(error)}"
+    text = f"model or loss do not take {what} on one device: {first_line(error)}"
     return LayoutResult(layout=layout.name, text=text, status="left out")
 
 
 def _not_computed(layout: Layout, error: Exception) -> LayoutResult:
     """What becomes of a layout where the package refuses it, or the user's code or XLA fails, in whatever way."""
     if isinstance(error, UserError):
-        return LayoutResult(layout=layout.name, text=_line(error), status="left out")
-    return LayoutResult(layout=layout.name, text=f"{layout.text}: {_line(error)}", status="failed")
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
-    return first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
+        return LayoutResult(layout=layout.name, text=first_line(error), status="left out")
+    return LayoutResult(layout=layout.name, text=f"{layout.text}: {first_line(error)}", status="failed")
 
 
 def report_json(report: LayoutReport) -> dict[str, Any]:

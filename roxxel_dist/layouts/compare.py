@@ -59,7 +59,7 @@ class Difference:
         return next((start for start in KINDS if self.what.startswith(start)), "")
 
     def __str__(self) -> str:
-        """In one line."""
+        """The difference in one line."""
         numbers = []
         if self.ratio is not None:
             near_one = _two_numbers(self.ratio, 1.0)[0]  # with as many digits as show that it is not 1
@@ -241,14 +241,8 @@ def differences_in_count(outcome: Outcome, reference: Reference, layout: Layout)
 
 
 def difference_in_noise(name: str, lines: Sequence[str], first: Difference, here: float, there: float) -> Difference:
-    """A stream whose draws depend on the layout.
-
-    Args:
-        name: of the stream.
-        lines: where it is drawn from, as "net.py:12".
-        first: the first result that differs with this noise, and does not without.
-        here: the loss with it.
-        there: the loss with it on one device.
+    """A random stream whose draws depend on the layout, from these lines, such as "net.py:12". `first` is the first
+    result that differs with this noise, and does not without; the losses with it are `here`, and `there` on one device.
     """
     place = f" ({', '.join(lines[:MOST_LINES])}{', …' if len(lines) > MOST_LINES else ''})" if lines else ""
     apart = f"the loss with them is {', on one device '.join(_two_numbers(here, there))}"

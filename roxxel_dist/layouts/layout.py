@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import AXES, batch_sharding, make_mesh
+from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
 from roxxel_dist.process.exit_codes import UserError
 
 NAMES = ("rows", "tokens", "fsdp", "tensor", "experts", "accum", "packing", "virtual")
@@ -130,7 +130,7 @@ def layout_of(name: str, devices: Sequence[Any]) -> Layout | str:
 
 
 def _micro_batches(mesh: Mesh, sharding: NamedSharding | None = None) -> Layout:
-    """On the first device of a mesh."""
+    """Micro-batches on the first device of a mesh."""
     alone = reference_layout(mesh, sharding or batch_sharding(mesh), "rows")
     text, sizes = f"{MICRO_BATCHES} micro-batches on one device", {"micro-batches": MICRO_BATCHES}
     return dataclasses.replace(alone, name="accum", text=text, grad_accum=MICRO_BATCHES, sizes=sizes)
@@ -147,12 +147,7 @@ def layout_of_mesh(name: str, mesh: Mesh, sharding: NamedSharding, *, fsdp: bool
     return f"the mesh has axes of its own ({axes})"
 
 
-def has_own_axes(mesh: Mesh) -> bool:
-    """Whether a mesh is not one of `make_mesh`."""
-    return mesh.axis_names != AXES
-
-
-def everywhere(mesh: Mesh) -> NamedSharding:
+def place_whole(mesh: Mesh) -> NamedSharding:
     """Whole on each device."""
     return NamedSharding(mesh, P())
 

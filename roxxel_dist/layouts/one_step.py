@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from roxxel_dist.cluster.mesh import device_type, fit_sharding
 from roxxel_dist.cluster.xla_flags import RUN_ONCE
-from roxxel_dist.layouts.layout import Layout, devices_of, everywhere
+from roxxel_dist.layouts.layout import Layout, devices_of, place_whole
 from roxxel_dist.layouts.noise import count_draws, counted_keys, is_key, other_kinds, reset_draws, switch_on, wrap
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.process.exit_codes import UserError
@@ -131,19 +131,15 @@ class StepProgram:
     def compile_program(
         cls, model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any, *, wide: bool = False
     ) -> "StepProgram":
-        """The program for a model, or what builds it, and a batch of int32[B, L] numpy arrays.
+        """The program for a model, or what builds it, and a batch of int32[B, L] numpy arrays, one or a `Packed`;
+        `wide`: in float64, which must be enabled.
 
         What the model or the loss raises passes; what the compiler raises comes from `run`.
-
-        Args:
-            model: a module, or a function that builds one.
-            loss_fn: of the run.
-            layout: how the step is divided.
-            weights: before the step.
-            batch: one array, or several as a `Packed`.
-            wide: in float64, which must be enabled.
         """
-        dtype, placed = jnp.float64 if wide else jnp.float32, _placed_batch(layout, batch)
+        dtype = jnp.float64 if wide else jnp.float32
+        placed = jax.tree.map(
+            lambda array: jax.device_put(array, fit_sharding(layout.sharding, array.shape, layout.grad_accum)), batch
+        )
         with devices_of(layout.mesh):
             steps = _steps(model, loss_fn, layout, dtype)
             state, hparams = _as_given(steps.state, layout, weights, wide=wide)
@@ -201,20 +197,12 @@ def _as_given(
             return jax.ShapeDtypeStruct(like.shape, jnp.float64, sharding=like.sharding)
         return like
 
-    whole = everywhere(layout.mesh)
+    whole = place_whole(layout.mesh)
     numbers = {
         name: own(name, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole))
         for name, value in weights.hparams.items()
     }
     return state._replace(rest={name: own(name, like) for name, like in state.rest.items()}), numbers
-
-
-def _placed_batch(layout: Layout, batch: Any) -> Any:
-    def place(array: np.ndarray) -> jax.Array:
-        rows, length = array.shape
-        return jax.device_put(array, fit_sharding(layout.sharding, (rows, length), layout.grad_accum))
-
-    return jax.tree.map(place, batch)
 
 
 def _steps(model: Any, loss_fn: LossFn, layout: Layout, dtype: Any = None) -> Steps:
@@ -238,7 +226,7 @@ class Compiling:
         self._program = _COMPILER.submit(lowered.compile, compiler_options=options)
 
     def __call__(self, *args: Any) -> Any:
-        """Its results."""
+        """The results of the program."""
         return self._program.result()(*args)
 
 

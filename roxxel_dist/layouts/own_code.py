@@ -20,7 +20,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Literal
 
 from roxxel_dist.layouts.compare import INITIAL, UPDATE, Difference, compare_results, ratio_and_angle, share_of
-from roxxel_dist.layouts.layout import Layout, devices_of, everywhere
+from roxxel_dist.layouts.layout import Layout, devices_of, place_whole
 from roxxel_dist.layouts.one_step import Arrays, Outcome, Weights, compile_step, copies_of
 from roxxel_dist.layouts.reference import SAMPLES, norm, perturb, reference_of_samples, to_float64
 from roxxel_dist.model.split import Leaves, trace_module
@@ -42,17 +42,11 @@ CALLS = ("jit", "pjit")
 
 
 def backward_order(jaxpr: Any, names: list[str]) -> list[str]:
-    """The parameters in the order in which the backward pass finishes their gradients.
+    """The named parameters, the first inputs of the loss's jaxpr, in the order in which the backward pass finishes
+    their gradients; those that are not used are last.
 
     The backward pass goes through the equations from the last to the first. The gradient of a parameter is a sum over
     all of its uses, so it is complete at its first use: those that are used first at the latest place come first.
-
-    Args:
-        jaxpr: of the loss; its first inputs are the parameters.
-        names: of these.
-
-    Returns:
-        The names; those that are not used are last.
     """
     first: dict[str, Place] = {}
     _walk_uses(jaxpr, dict(zip(jaxpr.invars, ([name] for name in names), strict=False)), (), first)
@@ -109,7 +103,7 @@ def coarsest(jaxpr: Any) -> float:
 
 
 def loss_jaxpr(model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any) -> Any:
-    """The jaxpr of the minimized loss; its first inputs are named by `first_inputs`."""
+    """The jaxpr of the minimized loss; its first inputs are the parameters, and then the rest of the state, sorted."""
     with jax.set_mesh(layout.mesh), devices_of(layout.mesh):
         builder = StateBuilder.of_model(model, lambda params: {}, layout.mesh)
         split, rest = builder.split, builder.shapes[0].rest
@@ -125,24 +119,14 @@ def loss_jaxpr(model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, ba
         return jax.make_jaxpr(loss_of)(*jax.tree.map(shape, args)).jaxpr
 
 
-def first_inputs(weights: Weights) -> list[str]:
-    """The names of the first inputs of `loss_jaxpr`: the parameters, and then the rest of the state, each sorted."""
-    return [*sorted(weights.params), *sorted(weights.rest)]
-
-
 def text_of(jaxpr: Any) -> str:
     """A jaxpr as text, without the addresses of functions, which are others in each trace."""
     return re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
 
 
 def draw_lines(jaxpr: Any, names: Sequence[str], streams: frozenset[str]) -> dict[str, list[str]]:
-    """stream -> "net.py:12" of each draw from it, in the order of the loss; without those of packages.
-
-    Args:
-        jaxpr: of the loss.
-        names: of its first inputs.
-        streams: those of them that are random keys.
-    """
+    """stream -> "net.py:12" of each draw from it, in the order of the loss, without those of packages; `names` are
+    those of the first inputs of its jaxpr, `streams` the random keys among them."""
     found: dict[str, list[str]] = {}
     held = {var: {name} for var, name in zip(jaxpr.invars, names, strict=False) if name in streams}
     _walk_draws(jaxpr, held, "", found)
@@ -271,7 +255,7 @@ def _program(
         transformation = own.build(numbers, steps // 2)
         return updates_of(transformation, gradient, transformation.init(params), params, jnp.float32(1))[0]
 
-    whole = everywhere(layout.mesh)
+    whole = place_whole(layout.mesh)
     numbers = {name: np.float32(value) for name, value in own.settings(steps).items()}
     shapes = {name: jax.ShapeDtypeStruct((), np.float32, sharding=whole) for name in numbers}
     jitted = jax.jit(update, out_shardings={name: like.sharding for name, like in params.items()})

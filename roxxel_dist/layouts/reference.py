@@ -20,9 +20,8 @@ own scale; SAFETY covers that they are few, and that a layout rounds more often.
 of itself: by 1/n at the least, where one term of n is lost.
 """
 
-import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -95,7 +94,7 @@ class ReferencePrograms:
                 with jax.enable_x64(True):
                     exact = StepProgram.compile_program(model, loss_fn, layout, weights, batch, wide=True)
         except Exception as error:  # of whatever kind: the model's own code is traced with types it may not expect
-            why = _first_line(error)
+            why = first_line(error)
         return cls(program=program, in_float64=exact, why=why, unit=unit)
 
     def run(self) -> Reference:
@@ -123,10 +122,10 @@ class ReferencePrograms:
                 with jax.enable_x64(True):
                     exact = self.in_float64.run().values
             except Exception as error:  # of whatever kind: of the compiler, or of code that is called back
-                why = _first_line(error)
+                why = first_line(error)
             else:
                 return _in_float64(near, first, exact, samples)
-        return _with_note(near, f"no float64 run ({why}): bounds are of float32 runs alone") if why else near
+        return replace(near, note=f"no float64 run ({why}): bounds are of float32 runs alone") if why else near
 
     def run_with_noise(self, streams: Collection[str], terms: int) -> Reference:
         """The reference of a step in which these random streams draw; x* is the run as it is."""
@@ -149,30 +148,30 @@ class Truth:
     with_noise: dict[tuple[str, ...], Reference] = field(default_factory=dict)
     """By the streams that draw."""
 
-    def measured(self) -> Reference:
+    def measure(self) -> Reference:
         """The reference without noise; measured once."""
         self.reference = self.reference or self.programs.run()
         return self.reference
 
-    def measured_with(self, streams: tuple[str, ...]) -> Reference:
+    def measure_with_noise(self, streams: tuple[str, ...]) -> Reference:
         """The reference with the noise of these streams; measured once."""
         if streams not in self.with_noise:
-            self.with_noise[streams] = self.programs.run_with_noise(streams, self.measured().terms)
+            self.with_noise[streams] = self.programs.run_with_noise(streams, self.measure().terms)
         return self.with_noise[streams]
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+def first_line(error: Exception) -> str:
+    """The first line of an error, with its kind where that is no mistake of the user's."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
 
 
 def _in_float64(near: Reference, first: Outcome, exact: Arrays, samples: list[Outcome]) -> Reference:
     """The reference with x* of a float64 run, unless that computes another function."""
     far = [name for name in near.error if norm(to_float64(exact[name]) - near.exact[name]) > OTHER * near.bound(name)]
     if any(name == LOSS or name.startswith(GRADIENT) for name in far):
-        return _with_note(
-            near, f"in float64 the model computes something else ({far[0]}): bounds are of float32 runs alone"
-        )
+        note = f"in float64 the model computes something else ({far[0]}): bounds are of float32 runs alone"
+        return replace(near, note=note)
     values = {name: exact[name] if name in near.error else value for name, value in first.values.items()}
     return reference_of_samples(values, samples, near.unit, near.terms, near.drawn)
 
@@ -192,10 +191,6 @@ def reference_of_samples(
         for name in floating
     }
     return Reference(exact=centre, error=error, unit=unit, terms=terms, drawn=drawn)
-
-
-def _with_note(reference: Reference, note: str) -> Reference:
-    return dataclasses.replace(reference, note=note)
 
 
 def perturb(params: Mapping[str, np.ndarray], unit: float, seed: int) -> Arrays:

@@ -100,10 +100,10 @@ class Subject:
     def batch(self, name: BatchName, devices: int, seq_len: int | None, *, even: bool) -> Any:
         """The rows of a step, int32[B, L], or a `Packed` of three such arrays; numpy.
 
-        There are two rows for each device, or one for each virtual shard. The few rows are the first ones. Packed
-        rows have two documents
-        each, which are tokens of the corpus, and a token that belongs to neither, so that the inputs of both batches
-        are the same tokens: one document is three times as long as the other, or as long where they must be `even`.
+        There are two rows for each device, or one for each virtual shard. The few rows are the first ones. Packed rows
+        have two documents each, which are tokens of the corpus, and a token that belongs to neither, so that the inputs
+        of both batches are the same tokens: one document is three times as long as the other, or as long where they
+        must be `even`.
         """
         length = seq_len or min(self.shape.seq_len, TOKENS)
         rows = self._rows(2 * devices, length, self.shape.packing)
@@ -141,8 +141,8 @@ def packed_rows(tokens: np.ndarray, *, even: bool) -> Packed:
 
 
 def rows_of_documents(tokens: np.ndarray, *, even: bool) -> Packed:
-    """The same documents, each in a row of its own; what is behind it is documents of one token, which predict
-    nothing."""
+    """The documents of `packed_rows`, each in a row of its own; what is behind it is documents of one token, which
+    predict nothing."""
     first, both = _cut(tokens, even=even)
     length = max(first, both - first) + 1
     of_rows = list[tuple[np.ndarray, np.ndarray, np.ndarray]]()
@@ -159,15 +159,10 @@ def rows_of_documents(tokens: np.ndarray, *, even: bool) -> Packed:
 
 @contextlib.contextmanager
 def open_subject(config: Config, data_path: str | Path | None, devices: int) -> Iterator[Subject]:
-    """The subject of a config, on simulated devices; its data is open within.
+    """The subject of a config, which is not changed, on `devices` simulated CPU devices, 2 to `MOST_DEVICES`, or with 0
+    on those of this machine; its data is open within.
 
-    Args:
-        config: of a run; it is not changed.
-        data_path: a text file, a folder of text, or shards; None: as the config says.
-        devices: how many to simulate on CPU, from 2 to `MOST_DEVICES`; 0: those of this machine.
-
-    Raises:
-        UserError: a mistake in the config or the data; or jax has made other devices already.
+    Raises UserError for a mistake in the config or the data, and where jax has made other devices already.
     """
     if not 0 <= devices <= MOST_DEVICES or devices == 1:
         raise UserError(f"devices is {devices}: it must be from 2 to {MOST_DEVICES}, or 0 for those of this machine")
@@ -201,7 +196,7 @@ def open_subject(config: Config, data_path: str | Path | None, devices: int) -> 
 
 
 def drop_balance(loss_fn: LossFn) -> LossFn:
-    """The same loss without its second term."""
+    """A loss without its second term."""
     own = token_losses if loss_fn is next_token_loss else loss_fn
 
     def alone(model: Any, batch: Any) -> Any:

@@ -355,11 +355,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             self._check_rotary(head_size)
 
     def heads(self) -> tuple[int, int, int]:
-        """(n_heads, kv_heads, head_size), with defaults derived.
-
-        Raises:
-            ValueError: they do not fit together.
-        """
+        """(n_heads, kv_heads, head_size), with defaults derived. Raises ValueError where they do not fit together."""
         n_heads = self.n_heads or (self.dim // self.head_size if self.head_size else self._usual_heads())
         head_size = self.head_size or self.dim // n_heads
         if (self.n_heads is None or self.head_size is None) and n_heads * head_size != self.dim:
@@ -377,7 +373,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         """Whether training adds something to the cross-entropy: a balance of experts, or a z-loss."""
         return self.use_moe or self.z_loss > 0
 
-    def turned(self, head_size: int) -> int:
+    def rotary_channels(self, head_size: int) -> int:
         """How many channels of a head rotary positions turn."""
         return int(head_size * self.partial_rotary_factor)
 
@@ -388,7 +384,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         return math.lcm(self.pattern or 1, without or 1)
 
     def at_base_width(self) -> "ModelConfig":
-        """The same model at `base_dim`, with the standard parametrization."""
+        """The config of this model at `base_dim`, with the standard parametrization."""
         return dataclasses.replace(self, dim=self.base_dim or self.dim, parametrization="standard", base_dim=None)
 
     def _check_parametrization(self) -> None:
@@ -420,7 +416,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     def _check_rotary(self, head_size: int) -> None:
         if not self.mla and head_size % 2 and self.partial_rotary_factor == 1:
             raise UserError(f"head_size is {head_size}: rotary positions turn pairs, so it must be even")
-        if not self.mla and (turned := self.turned(head_size)) % 2 + (turned == 0):
+        if not self.mla and (turned := self.rotary_channels(head_size)) % 2 + (turned == 0):
             raise UserError(
                 f"partial_rotary_factor is {self.partial_rotary_factor}: of heads of {head_size} channels it turns "
                 f"{turned}, and that must be an even number above 0"

@@ -119,7 +119,8 @@ class ModuleHead:
         return self._function(module, x_BxCxD)
 
     def pull(self, arrays: Arrays, x_BxCxD: jax.Array) -> tuple[jax.Array, Pull]:
-        """As that of `ProductHead`; the gradient of an array that is no floating numbers is None."""
+        """(logits, function of their gradient) as that of `ProductHead`; the gradient of an array that is no floating
+        numbers is None."""
 
         def function(floating: dict[int, jax.Array], x_BxCxD: jax.Array) -> jax.Array:
             return self.logits([floating.get(i, array) for i, array in enumerate(arrays)], x_BxCxD)
@@ -139,15 +140,11 @@ Head = ProductHead | ModuleHead
 
 @jax.named_scope(HEAD_AND_LOSS)
 def cross_entropy(head: Head, arrays: Arrays, x_BxLxD: jax.Array, targets_BxL: jax.Array, chunks: int) -> Losses:
-    """The losses of tokens, with gradients of each of them; the backward pass computes the logits again, if they are
-    cut.
+    """The losses of tokens, by the head and its arrays from states, with the targets, int32, to predict; each has a
+    gradient.
 
-    Args:
-        head: makes logits.
-        arrays: of the head.
-        x_BxLxD: states.
-        targets_BxL: int32, the tokens to predict.
-        chunks: how many there are of the tokens that a device has of every row; 0 for all at once.
+    `chunks`: how many there are of the tokens that a device has of every row, of which the backward pass computes the
+    logits again; 0 for all at once.
     """
 
     def local(arrays: Arrays, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> Losses:
@@ -324,7 +321,7 @@ def _on_devices(
     count = math.prod(mesh.shape[axis] for axis in sharing)
 
     def place(array: jax.Array) -> int | None:
-        """Where the sum for an array is cut."""
+        """The dimension along which the sum for an array is cut."""
         at = cut(array) if cut and array.size >= FSDP_MIN_SIZE else None
         return None if at is None or array.shape[at] % count else at
 

@@ -179,7 +179,7 @@ def _reads_smollm3(values: Mapping[str, Any], fields: dict[str, Any]) -> list[st
 
 
 def _turned(layers: int, interval: int) -> list[int]:
-    """For each layer, 1 where it has rotary positions."""
+    """Marks of the layers: 1 where one has rotary positions."""
     return [int((i + 1) % interval != 0) for i in range(layers)]
 
 
@@ -214,7 +214,8 @@ def _refuses_mixtral(config: ModelConfig) -> str:
 
 
 def _refuses_olmoe(config: ModelConfig) -> str:
-    return f"head_size is {config.head_size}: in OLMoE n_heads x head_size is dim" if heads_are_wide(config) else ""
+    heads, _, size = config.heads()
+    return f"head_size is {config.head_size}: in OLMoE n_heads x head_size is dim" if heads * size != config.dim else ""
 
 
 def _refuses_gemma3(config: ModelConfig) -> str:
@@ -318,14 +319,10 @@ def layer_types(layers: int, sliding: bool, pattern: int | None) -> list[str]:
 
 
 def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
-    """The contents of `config.json`, of the family that `family_of` names.
+    """The contents of `config.json`, of the family that `family_of` names, of a config with vocab_size set; `eos_id` is
+    the token that ends a text and stands before one.
 
-    Args:
-        config: of the model, with vocab_size set.
-        eos_id: the token that ends a text and stands before one.
-
-    Raises:
-        ValueError: the family does not support it; the message names every unsupported field.
+    Raises ValueError, which names every unsupported field, where the family does not support it.
     """
     name = family_of(config)
     family = FAMILIES[name]
@@ -385,12 +382,6 @@ def _unsaid(config: ModelConfig, family: Family) -> Iterator[str]:
         said = own in family.may_be or why.startswith(f"{own} is ")
         if not said and value != wanted and not _has_no_effect(own, config):
             yield f"{own} is {value!r}: in {family.title} it is {wanted!r}"
-
-
-def heads_are_wide(config: ModelConfig) -> bool:
-    """Whether the heads together are not as wide as the model."""
-    heads, _, size = config.heads()
-    return heads * size != config.dim
 
 
 def _has_no_effect(name: str, config: ModelConfig) -> bool:

@@ -32,11 +32,8 @@ STOP_STEP = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. A token must pass both limits; the likeliest one always does.
-
-    Raises:
-        ValueError: a value breaks its rule.
-    """
+    """How tokens are chosen. A token must pass both limits; the likeliest one always does. Raises ValueError for a
+    value that breaks its rule."""
 
     temperature: float = 0.8
     """0 always takes the likeliest token; 1 draws from the model's distribution."""
@@ -56,7 +53,7 @@ class Sampling:
 
 
 class SamplingInputs(NamedTuple):
-    """The same as inputs of a compiled program, so that other values do not recompile it."""
+    """A `Sampling` as inputs of a compiled program, so that other values do not recompile it."""
 
     temperature: Any
     """float32[]"""
@@ -82,11 +79,7 @@ def known_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray | None:
 def sampling_inputs(
     sampling: Sampling, seeds: Sequence[int], stop_ids: Collection[int], known_V: np.ndarray | None = None
 ) -> SamplingInputs:
-    """The options of a batch of rows.
-
-    Raises:
-        ValueError: a seed is out of bounds.
-    """
+    """The options of a batch of rows. Raises ValueError for a seed that is out of bounds."""
     for seed in seeds:
         if not isinstance(seed, Integral) or not 0 <= seed <= MOST_INT:
             raise UserError(f"seed is {seed!r}: it must be at least 0 and below 2^31, a whole number")
@@ -94,14 +87,8 @@ def sampling_inputs(
     temperature, top_k = min(sampling.temperature, MOST_FLOAT), min(sampling.top_k, MOST_INT)
     end_E = np.full(STOP_STEP * max(1, -(-len(stop_ids) // STOP_STEP)), NO_TOKEN, np.int32)
     end_E[: len(stop_ids)] = sorted(stop_ids)
-    return SamplingInputs(
-        np.float32(temperature),
-        np.int32(top_k),
-        np.float32(sampling.top_p),
-        np.asarray(seeds, np.int32),
-        end_E,
-        known_V,
-    )
+    numbers = np.float32(temperature), np.int32(top_k), np.float32(sampling.top_p)
+    return SamplingInputs(*numbers, np.asarray(seeds, np.int32), end_E, known_V)
 
 
 def sample(logits_BxV: jax.Array, place_B: jax.Array, inputs: SamplingInputs) -> jax.Array:

@@ -150,13 +150,9 @@ def take_out(array: np.ndarray, tensors: Tensors) -> Iterator[tuple[str, np.ndar
 def put_together(
     tensors: Tensors, index: tuple[slice, ...], read: Callable[[str, tuple[slice, ...]], np.ndarray]
 ) -> np.ndarray:
-    """A part of one of our arrays.
+    """A part of one of our arrays: `index` has a slice without step for each axis.
 
-    Args:
-        tensors: the tensors of the array.
-        index: the part; a slice without step for each axis.
-        read: (name, slices) to that part of a tensor. It is called with slices of the inputs, and of the first axis of
-            the outputs.
+    `read` gives (name, slices) that part of a tensor: slices of the inputs, and of the first axis of the outputs.
     """
     whole = [range(*one.indices(size)) for one, size in zip(index, tensors.shape, strict=True)]
     layers, inner = whole[: len(tensors.stack)], index[len(tensors.stack) :]

@@ -192,24 +192,18 @@ def rotary_of(config: ModelConfig) -> Rotary | None:
     """The rotary settings of a config; None if it has no rotary positions."""
     if config.pos_encoding != "rotary":
         return None
-    part = None if config.partial_rotary_factor == 1 or config.mla else config.turned(config.heads()[2])
+    part = None if config.partial_rotary_factor == 1 or config.mla else config.rotary_channels(config.heads()[2])
     return Rotary(
         theta=config.rope_theta, scale=config.rope_scale_factor, trained=config.rope_trained_context, turned=part
     )
 
 
 def rotate(x_BxLxHxK: jax.Array, position_L: jax.Array, rotary: Rotary) -> jax.Array:
-    """Turn each pair (i, i + K/2) of a head's K numbers, or of its first ones, by an angle that grows with the position
-    (Su et al., "RoFormer", 2021).
+    """Queries or keys, of the same shape and dtype, with each pair (i, i + K/2) of a head's K numbers, an even count,
+    or of its first ones, turned by an angle that grows with the position, int32 [L], or [B, L] for each row (Su et al.,
+    "RoFormer", 2021).
 
-    Args:
-        x_BxLxHxK: queries or keys; K even.
-        position_L: int32 [L] positions, or [B, L] for each row.
-        rotary: how fast.
-
-    Returns:
-        An array of the same shape and dtype, computed in float32. The product of a rotated query and key depends only
-        on their distance.
+    Computed in float32. The product of a rotated query and key depends only on their distance.
     """
     if rotary.turned is not None:
         turned, rest = jnp.split(x_BxLxHxK, [rotary.turned], axis=-1)
@@ -235,16 +229,8 @@ def _stretched(frequency_F: jax.Array, trained: int, scale: float) -> jax.Array:
 
 
 def sinusoids(position_L: jax.Array, dim: int) -> jax.Array:
-    """A vector for each position: sines and cosines of wave lengths from 2 pi to 10,000 x 2 pi (Vaswani et al.,
-    "Attention is all you need", 2017, section 3.5).
-
-    Args:
-        position_L: int32 [L], or [B, L].
-        dim: D, the size of a vector.
-
-    Returns:
-        float32 [L, D] or [B, L, D]: sines at even places, cosines at odd ones.
-    """
+    """float32 [L, D] or [B, L, D] vectors of positions, int32 [L] or [B, L]: sines at even places, cosines at odd ones,
+    of wave lengths from 2 pi to 10,000 x 2 pi (Vaswani et al., "Attention is all you need", 2017, section 3.5)."""
     frequency = THETA ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     angle_LxF = position_L.astype(jnp.float32)[..., None] * frequency
     pairs_LxFx2 = jnp.stack([jnp.sin(angle_LxF), jnp.cos(angle_LxF)], axis=-1)

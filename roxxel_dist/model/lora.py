@@ -76,17 +76,11 @@ class LoRALinear(nnx.LinearGeneral):
 
     def merge_weights(self) -> jax.Array:
         """W + scale A B: the kernel of an equivalent plain layer, in the dtype of W."""
-        return merged(self.kernel[...], self.lora_a[...], self.lora_b[...], self.scale)
+        return merge_adapter(self.kernel[...], self.lora_a[...], self.lora_b[...], self.scale)
 
 
 class ExpertsAdapter(nnx.Module):
-    """Adapters of the matrices of all experts, which are one array [E, in, out, ...].
-
-    Args:
-        kernel: the array.
-        config: rank and alpha.
-        rngs: stream `params`.
-    """
+    """Adapters of the matrices of all experts, which are one array `kernel`, [E, in, out, ...]."""
 
     def __init__(self, kernel: nnx.Param[jax.Array], config: ModelConfig, rngs: nnx.Rngs) -> None:
         count, inputs, *out = kernel.get_value().shape
@@ -97,9 +91,9 @@ class ExpertsAdapter(nnx.Module):
         self.lora_b: LoRAParam[jax.Array] = LoRAParam(jnp.zeros((count, config.lora_rank, *out)), **of_b)
         self.scale: float = config.lora_alpha / config.lora_rank
 
-    def merged(self, kernel_ExIxO: jax.Array) -> jax.Array:
+    def merge_adapter(self, kernel_ExIxO: jax.Array) -> jax.Array:
         """The experts' matrices with their adapters."""
-        return merged(kernel_ExIxO, self.lora_a[...], self.lora_b[...], self.scale)
+        return merge_adapter(kernel_ExIxO, self.lora_a[...], self.lora_b[...], self.scale)
 
 
 def _metadata_beside(kernel: nnx.Param[jax.Array]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -125,17 +119,9 @@ def linear(
     *,
     use_bias: bool = False,
 ) -> nnx.LinearGeneral:
-    """A layer with an adapter if the config has one for this part of a block.
+    """A layer with an adapter if the config has one for this part of a block; `part` is None for one that never has.
 
-    Args:
-        config: with the settings of adapters.
-        part: the part of a block; None for a layer that never has an adapter.
-        inputs: the input width.
-        outputs: the output width, or several.
-        axes: the mesh axes that shard the kernel.
-        init: the initializer of the kernel, as a matrix.
-        rngs: stream `params`.
-        use_bias: whether it has a bias, which starts as zeros.
+    The kernel, a matrix that `init` makes, is cut over the mesh `axes`; a bias starts as zeros.
     """
     metadata = {MESH_AXES: axes, COLUMN_AXES: len(axes) - 1}
     options: Any = {"use_bias": use_bias, "kernel_init": init, "kernel_metadata": metadata, "rngs": rngs}
@@ -152,7 +138,7 @@ def kernel_of(layer: nnx.LinearGeneral) -> jax.Array:
     return layer.merge_weights() if isinstance(layer, LoRALinear) else layer.kernel[...]
 
 
-def merged(kernel: Any, a: Any, b: Any, scale: float) -> Any:
+def merge_adapter(kernel: Any, a: Any, b: Any, scale: float) -> Any:
     """kernel [..., in, *out] + scale a [..., in, r] b [..., r, *out], computed in float32, in the kernel's dtype."""
     flat = b.reshape(*b.shape[: a.ndim - 1], math.prod(b.shape[a.ndim - 1 :]))
     product = jnp.matmul(jnp.float32(a), jnp.float32(flat), precision="highest").reshape(kernel.shape)
@@ -180,17 +166,10 @@ def scales_of(model: nnx.Module) -> dict[str, float]:
 
 
 def merge_adapters(params: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, Any]:
-    """The parameters of a plain model that is equivalent to a model with adapters.
-
-    Args:
-        params: arrays by name, including adapters.
-        scales: of each adapter, by its name.
-
-    Returns:
-        Arrays by name, without adapters, in the dtypes of the base arrays.
-    """
+    """The parameters of a plain model that is equivalent to one with adapters, by name, in the dtypes of the base
+    arrays; `scales` are those of each adapter, by its name."""
     plain = {name: array for name, array in params.items() if not name.endswith((LORA_A_SUFFIX, LORA_B_SUFFIX))}
     for name, scale in scales.items():
         target = target_of(name)
-        plain[target] = merged(plain[target], params[name + LORA_A_SUFFIX], params[name + LORA_B_SUFFIX], scale)
+        plain[target] = merge_adapter(plain[target], params[name + LORA_A_SUFFIX], params[name + LORA_B_SUFFIX], scale)
     return plain

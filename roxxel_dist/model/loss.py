@@ -198,8 +198,8 @@ def chunks_of(config: ModelConfig, rows: int, length: int) -> int:
 
 
 def auto_chunks(rows: int, length: int, vocabulary: int) -> int:
-    """As many chunks as keep the float32 logits of a device within the bytes of its platform, on an accelerator of
-    `LEAST_TOKENS` at least; 0 for none."""
+    """The number of chunks that keeps the float32 logits of a device within the bytes of its platform, on an
+    accelerator of `LEAST_TOKENS` at least; 0 for none."""
     mesh = jax.sharding.get_abstract_mesh()
     pieces, together = (1, 1) if mesh.empty else (row_shards(mesh), mesh.shape.get(TENSOR, 1))
     here = -(-rows // pieces) * -(-length // token_shards(mesh)), -(-vocabulary // together)

@@ -31,23 +31,23 @@ class Width:
 
     @property
     def initial_scale(self) -> float:
-        """Its initial standard deviation relative to base width: 1 / sqrt(rows) for hidden matrices, 1 / rows for
+        """The initial standard deviation relative to base width: 1 / sqrt(rows) for hidden matrices, 1 / rows for
         outputs."""
         return self.rows ** (-0.5 if self.columns != 1 else -1.0)
 
     @property
     def adam_rate(self) -> float:
-        """Its learning rate relative to base width, for updates of a fixed size per number (Adam, Lion, Adafactor)."""
+        """The learning rate relative to base width, for updates of a fixed size per number (Adam, Lion, Adafactor)."""
         return 1 / self.rows
 
     @property
     def sgd_rate(self) -> float:
-        """The same for updates that are proportional to the gradient."""
+        """The learning rate relative to base width, for updates that are proportional to the gradient."""
         return self.columns / self.rows
 
     @property
     def muon_rate(self) -> float:
-        """The same for orthogonal updates with a fixed root mean square.
+        """The learning rate relative to base width, for orthogonal updates with a fixed root mean square.
 
         Their spectral norm grows with the square root of the longer side; that of the update must be proportional to
         the square root of fan-out / fan-in (Yang et al., "A spectral condition for feature learning", 2023).
@@ -76,18 +76,14 @@ def widths(model: nnx.Module, base: nnx.Module) -> dict[str, Width]:
 
 
 def rescale(model: nnx.Module, base: nnx.Module) -> None:
-    """Set the initial scales of mup in a new model whose own scales do not depend on the width.
-
-    Args:
-        model: changed in place.
-        base: the same model at its base width; it may be abstract.
-    """
+    """Set the initial scales of mup in a new model, in place, whose own scales do not depend on the width; `base` is
+    the same model at its base width, and may be abstract."""
     factors = {name: width.initial_scale for name, width in widths(model, base).items()}
     _multiply(model, lambda name, array: factors[name])
 
 
 def rescale_to(model: nnx.Module, base: nnx.Module) -> None:
-    """The same for a model whose initial scales depend on the width.
+    """Set the initial scales of mup in a new model whose own scales depend on the width.
 
     A parameter gets the standard deviation of `base`, which is not abstract, times mup's factor for the width. A
     parameter with all numbers equal, in either model, is not changed.

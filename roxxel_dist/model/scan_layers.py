@@ -51,17 +51,13 @@ def run_stack(
     remat: GradientCheckpointing,
     period: int = 1,
 ) -> tuple[jax.Array, Balance, tuple[LayerCache, ...] | None]:
-    """Run all blocks in order: [B, L, dim], the balance of their experts, and the cache of each.
+    """Run all blocks, of `stack_of`, in order: [B, L, dim], the balance of their experts, and the cache of each. The
+    call advances their random streams.
 
-    Args:
-        blocks: from `stack_of`; the call advances its random streams.
-        x_BxLxD: the input of the first block.
-        metadata: for all of them.
-        caches: the cache of each block.
-        scan: compile one block for all. With a cache the loop is unrolled, so that each entry is updated in place.
-        period: so many layers differ; then they come again. A block learns its number from the metadata.
-        remat: compute each block again in the backward pass, but for the kernel of attention; "products": and but for
-            products with weights.
+    With `scan` one block is compiled for all; with a cache the loop is unrolled, so that each entry is updated in
+    place. `period`: so many layers differ, then they come again; a block learns its number from the metadata. `remat`:
+    compute each block again in the backward pass, but for the kernel of attention; "products": and but for products
+    with weights.
     """
     graphdef, shared, params, streams = nnx.split(blocks, DynamicScalar, nnx.Param, ...)
 
@@ -110,11 +106,8 @@ def run_stack(
 def _scan_periods(
     run: Callable[..., Any], x_BxLxD: jax.Array, leaves: Any, count: int, period: int
 ) -> tuple[jax.Array, Balance, Any]:
-    """Layers that come again after a period: a loop over whole periods, and then the layers that are left.
-
-    Returns:
-        The output, the balance of all experts, and the stacked streams.
-    """
+    """(the output, the balance of all experts, the stacked streams) of layers that come again after a period: a loop
+    over whole periods, and then the layers that are left."""
     whole = count // period
 
     def layers(x_BxLxD: jax.Array, each: list[Any]) -> Any:

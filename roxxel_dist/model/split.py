@@ -125,14 +125,6 @@ class ModuleSplit:
         return {name: leaves[name] for name in self.rest.names}
 
 
-def has_random_streams_alone(split: ModuleSplit) -> bool:
-    """Whether a model has nothing beside its parameters but random streams, such as those of dropout."""
-    variables = jax.tree.leaves(
-        split.rest.state({name: name for name in split.rest.names}), is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
-    return all(isinstance(variable, nnx.RngState) for variable in variables)
-
-
 def split_module(model: nnx.Module) -> tuple[ModuleSplit, Leaves, Leaves, Leaves]:
     """(what does not change, parameters, the rest, hparams) of a module, each by name; the module is left alone.
 
@@ -242,14 +234,8 @@ def _partition_spec(variable: Any) -> P | None:
 
 
 def count_by_module(params: Mapping[str, Any]) -> dict[str, int]:
-    """Parameters of each part of a model: of each attribute of its module, with all layers of a list together.
-
-    Args:
-        params: arrays by name, such as "blocks.0.attention.qkv.kernel".
-
-    Returns:
-        {"embedding": 131072, "blocks": 786432, "norm": 256, …}, in the order of the names.
-    """
+    """Parameters of each attribute of a module, with all layers of a list together, such as {"embedding": 131072,
+    "blocks": 786432}, from arrays by name, in that order."""
     parts: dict[str, int] = {}
     for name, leaf in params.items():
         part = name.partition(".")[0]

@@ -210,29 +210,17 @@ class Transformer(nnx.Module):
             position = jnp.arange(length) if positions_BxL is None else positions_BxL
             metadata = AttentionMetadata(position, segments_BxL=segments_BxL)
         else:
-            metadata, cache = prepare(
-                cache,
-                length,
-                segments_BxL,
-                positions_BxL,
-                self.config.widest_window,
-                local_window=self.config.window if self.config.pattern else None,
-                is_empty=is_empty,
-            )
+            local = self.config.window if self.config.pattern else None
+            args = cache, length, segments_BxL, positions_BxL, self.config.widest_window
+            metadata, cache = prepare(*args, local_window=local, is_empty=is_empty)
         x_BxLxD = self.embed(tokens_BxL, metadata.position_L)
         if cache is None:
             x_BxLxD, metadata = pad_rows(self.config, x_BxLxD, metadata)
         x_BxLxD = constrain_batch(x_BxLxD)
         remat = not self.deterministic and cache is None and self.config.gradient_checkpointing
-        x_BxLxD, balance, layers = run_stack(
-            self.blocks,
-            x_BxLxD,
-            metadata,
-            None if cache is None else cache.layers,
-            scan=self.config.scan_layers,
-            remat=remat,
-            period=self.config.period,
-        )
+        options: Any = {"scan": self.config.scan_layers, "remat": remat, "period": self.config.period}
+        caches = None if cache is None else cache.layers
+        x_BxLxD, balance, layers = run_stack(self.blocks, x_BxLxD, metadata, caches, **options)
         if self.config.use_moe:
             balance = balance._replace(loss=balance.loss * self.alpha_balance[...])
         return self.final(x_BxLxD)[:, :length], balance, None if cache is None else cache._replace(layers=layers)
@@ -256,26 +244,12 @@ class Transformer(nnx.Module):
 
     @jax.named_scope(HEAD_AND_LOSS)
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
-        """Logits of states.
-
-        Args:
-            x_BxLxD: [B, L, dim], from `states`.
-
-        Returns:
-            [B, L, vocab_size], float32 at least.
-        """
+        """[B, L, vocab_size] logits, float32 at least, of the [B, L, dim] that `states` gives."""
         return logits_of(self.output, x_BxLxD, self.config.logit_softcap)
 
     def empty_cache(self, batch: int = 1) -> Cache:
-        """An empty cache.
-
-        Args:
-            batch: the number of rows.
-
-        Returns:
-            An entry for each block, [batch, slots, ...]: `max_context` slots, or `context_window` if all layers have a
-            window.
-        """
+        """An empty cache of `batch` rows: for each block an entry [batch, slots, ...], of `max_context` slots, or of
+        `context_window` if all layers have a window."""
         slots = min(self.config.widest_window or self.config.max_context, self.config.max_context)
         shapes = [self.blocks.attention.cache_shapes] * self.config.num_blocks
         return empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)

@@ -37,15 +37,10 @@ class UserCodeConfig:
 
 
 def import_function(field: str, name: str) -> Callable[..., Any]:
-    """Import the function `name`, "module:function"; modules in the working directory are found too.
+    """The function `name`, "module:function", of a config's `field`; modules in the working directory are found too.
 
-    Args:
-        field: the config field, for messages.
-        name: its value.
-
-    Raises:
-        ValueError: there is no such module, or no callable of that name in it. Errors while importing an existing
-            module pass through.
+    Raises ValueError where there is no such module, or no callable of that name in it. Errors while importing an
+    existing module pass through.
     """
     module_name, attributes = split_name(field, name)
     here = os.getcwd()
@@ -73,18 +68,11 @@ def import_function(field: str, name: str) -> Callable[..., Any]:
 
 
 def call_function(field: str, name: str, function: Callable[..., Any], form: str, *arguments: Any) -> Any:
-    """The result of an imported function.
+    """The result of a function of `import_function`, called with `arguments`. `form`: how it is to be written, such as
+    "def build(config, rngs)".
 
-    Args:
-        field: the config field, for messages.
-        name: its value.
-        function: what `import_function` gave for them.
-        form: how it is to be written, such as "def build(config, rngs)".
-        arguments: to call it with.
-
-    Raises:
-        ValueError: the arguments do not match its signature, or its own module raises one. Other errors are mistakes
-            in the function, and pass through.
+    Raises ValueError where the arguments do not match its signature, or its own module raises one. Other errors are
+    mistakes in the function, and pass through.
     """
     try:
         return function(*arguments)

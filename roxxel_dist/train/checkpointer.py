@@ -139,19 +139,11 @@ class Checkpointer:
         return {name: _named(nnx.state(thing)) for name, thing in self._objects.items()}
 
     def wait(self) -> None:
-        """Until the last save is complete.
-
-        Raises:
-            SaveError: it failed, on a full disk say.
-        """
+        """Wait until the last save is complete. Raises SaveError where it failed, on a full disk say."""
         self.store.wait()
 
     def close(self) -> None:
-        """Finish what is being saved; release the folder and the thread.
-
-        Raises:
-            SaveError: the last save failed.
-        """
+        """Finish what is being saved; release folder and thread. Raises SaveError where the last save failed."""
         self.store.close()
         self.store.wait()
 

@@ -35,15 +35,11 @@ from roxxel_dist.train.validation.evaluator import run_eval_fn, summarize
 
 
 class Loop:
-    """A run that is ready to train, or has trained. `open` makes it; `close` gives back what it holds.
+    """A run that is ready to train, or has trained. `open` makes it of its `parts`; `close` gives back what it `held`:
+    folder, checkpoints, compiler and log.
 
-    Attributes:
-        parts: what it was made of.
-        held: its folder, checkpoints, compiler and log.
-        position: its plan, its state, and the steps done.
-        programs: the compiled steps.
-        saves: when it saves; `saves.stopped` after a request to stop.
-        deferred: the metrics that are still on the devices.
+    `position` has its plan, its state and the steps done, `programs` the compiled steps, `saves.stopped` is true after
+    a request to stop, and `deferred` has the metrics that are still on the devices.
     """
 
     def __init__(
@@ -170,7 +166,7 @@ class Loop:
             progress.enter(done, plan.phase(step) + 1)
             self._verification.enter(step)
             if self._profiler is not None:
-                self._profiler.before(done, position.state.step)
+                self._profiler.begin_step(done, position.state.step)
             if begins := plan.phase(step) != phase:
                 self.deferred.flush()  # before the line that announces the phase
                 phase, train_step = plan.phase(step), self.enter_phase(step)
@@ -178,7 +174,7 @@ class Loop:
             # 2 to 4: read, wait for room on the devices, dispatch.
             batch = next(stream)  # read while the devices work on the steps before
             if self.throttler.wait_for_next():
-                self._timer.finished()
+                self._timer.mark_done()
             position.arrays, metrics = train_step(position.arrays, position.hparams, batch)  # donates the state
             metrics = metrics._replace(digest=chain.add(stream.rows, metrics.scalars["loss"]))
             self.deferred.flush()  # 5: of the step before: they are there, and the devices are busy with this one
@@ -194,7 +190,7 @@ class Loop:
                 self.programs.compile_next_phase(phase, metrics)
             self._metrics.update_progress(plan, done)
             if self._profiler is not None:
-                self._profiler.after(done, metrics.scalars["loss"])
+                self._profiler.end_step(done, metrics.scalars["loss"])
 
             # 7: on every rank, each step, at this place: the announcements are counted.
             save, copy = saves.due(done)
@@ -215,9 +211,9 @@ class Loop:
         self._metrics.log_phase(plan, step, layout, grad_accum, shards)
         key, begun = self.programs.compile_phase(step), time.perf_counter()
         self._keys[plan.phase(step)] = key
-        if waits := not held.compiler.ready(key):  # it was not compiled ahead
+        if waits := not held.compiler.is_ready(key):  # it was not compiled ahead
             self._wait_for_devices()
-        with contextlib.nullcontext() if held.compiler.shared(key) else held.progress.doing("compile"):
+        with contextlib.nullcontext() if held.compiler.is_shared(key) else held.progress.doing("compile"):
             program = held.compiler.get_together(key)
         if waits:
             held.log.text(f"waited {time.perf_counter() - begun:.1f} s for this phase's program to be compiled")
@@ -258,7 +254,7 @@ class Loop:
         """
         held, position, validation = self.held, self.position, self.programs.validation
         keys = self.programs.prepare_validation(step)
-        if not all(map(held.compiler.shared, keys)):
+        if not all(map(held.compiler.is_shared, keys)):
             held.progress.say("compile")  # not back to "step" afterwards: this step is done
         for key in keys:
             held.compiler.get_together(key)
@@ -279,7 +275,7 @@ class Loop:
 
     def _wait_for_devices(self) -> None:
         self.throttler.wait_for_all()
-        self._timer.finished()
+        self._timer.mark_done()
 
     def _rewind(self, bad: BadStep) -> None:
         """Go back to the newest checkpoint that is known to be good, and leave the rows of the bad step out."""
@@ -305,7 +301,7 @@ class Loop:
             held.log.text(f"asked to stop: step {position.step} is saved")
             return
         saves.mark_finished()
-        held.timeline.finished()
+        held.timeline.mark_finished()
         if at_the_end is not None:
             try:
                 at_the_end()

@@ -159,7 +159,9 @@ class SmoothedLoss:
     def __init__(self, num_steps: int) -> None:
         self._past, self._mean, self._share = 1 - AVERAGED / num_steps, 0.0, 1.0
         self._first = self._last = self._lowest = math.nan
-        self._above, self._patience = 0, max(1, round(num_steps / AVERAGED))
+        self._patience = max(1, round(num_steps / AVERAGED))
+        self.steps_above: int = 0
+        """How many steps until now it was far above its lowest value."""
 
     def add(self, loss: float) -> float:
         """The smoothed loss with this one, of the next step."""
@@ -170,18 +172,13 @@ class SmoothedLoss:
             self._first = self._lowest = self._last
         self._lowest = min(self._lowest, self._last)
         rise = max(RISE * (self._first - self._lowest), LEAST_RISE * abs(self._first))
-        self._above = self._above + 1 if self._last - self._lowest > rise else 0
+        self.steps_above = self.steps_above + 1 if self._last - self._lowest > rise else 0
         return self._last
-
-    @property
-    def steps_above(self) -> int:
-        """How many steps until now it was far above its lowest value."""
-        return self._above
 
     @property
     def has_diverged(self) -> bool:
         """Whether it is no number, or was far above its lowest value for long."""
-        return not math.isfinite(self._last) or self._above >= self._patience
+        return not math.isfinite(self._last) or self.steps_above >= self._patience
 
 
 def smooth(losses: Iterable[float], num_steps: int) -> list[float]:
@@ -240,7 +237,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, opt
 
 
 def _slopes(values: Sequence[float], half: int) -> list[float]:
-    """At each value the slope a step of the line, by least squares, through those up to `half` before and behind it.
+    """The slope a step, at each value, of the line, by least squares, through those up to `half` before and behind it.
 
     By sums over all values before, so that a value costs the same at any `half`; they are of differences to the first
     value, which keeps their digits.

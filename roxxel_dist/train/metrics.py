@@ -196,17 +196,11 @@ def loss_by_dataset(metrics: Metrics, dataset: Any, names: Sequence[str]) -> dic
 
 
 class DeferredMetrics:
-    """The metrics of the last step that was due, until they are fetched.
+    """The metrics of the last step that was due, until they are fetched; `fetches` counts how often numbers were
+    fetched from the devices.
 
-    Args:
-        position: of the run; gets the running digest of the fetched metrics.
-        verification: of the tokens that a step has read: waited for before its row.
-        monitor: raises BadStep.
-        saved_steps: gives the steps of the checkpoints, which are named where a step was bad.
-        logger: of rows.
-
-    Attributes:
-        fetches: how often numbers were fetched from the devices.
+    The `position` gets the running digest of fetched metrics; the `verification` of what a step has read is waited for
+    before its row; the `monitor` raises BadStep, and names the `saved_steps`, those of the checkpoints.
     """
 
     def __init__(

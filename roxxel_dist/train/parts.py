@@ -81,13 +81,8 @@ class Parts:
             raise UserError(
                 "keep_every and keep_steps apply to the run's own checkpoints: leave them out, or the checkpointer"
             )
-        check_shapes(
-            self.training.shapes,
-            self.grad_accum,
-            self.options.virtual_shards,
-            self.mesh,
-            cuts_rows=can_cut_rows(self.model, self.loss_fn),
-        )
+        cuts_rows, shards = can_cut_rows(self.model, self.loss_fn), self.options.virtual_shards
+        check_shapes(self.training.shapes, self.grad_accum, shards, self.mesh, cuts_rows=cuts_rows)
         _ = self.update_rule
 
     @functools.cached_property
@@ -157,7 +152,11 @@ def mark_checked(code: Iterable[Any], model_args: Any = None) -> None:
 def _mark(code: Iterable[Any], model_args: Any) -> Path:
     digest = hashlib.sha256(json.dumps(model_args or {}, sort_keys=True, default=str).encode())
     for each in code:
-        named = each if hasattr(each, "__qualname__") else type(each)
+        made = each
+        while isinstance(made, functools.partial):  # else all that are made so have the one mark of functools
+            digest.update(repr((made.args, made.keywords)).encode())
+            made = made.func
+        named = made if hasattr(made, "__qualname__") else type(made)
         digest.update(f"{named.__module__}:{named.__qualname__}".encode())
         file = getattr(sys.modules.get(named.__module__), "__file__", None)
         digest.update(Path(file).read_bytes() if file and Path(file).exists() else b"")

@@ -35,7 +35,7 @@ from roxxel_dist.train.steps import StepOptions, Steps, make_steps
 
 @dataclass(eq=False, repr=False)
 class Position:
-    """Where a run is. A step moves it on, and a rewind moves it back."""
+    """The position of a run. A step moves it on, and a rewind moves it back."""
 
     parts: Parts
     start: ResumePoint
@@ -62,39 +62,17 @@ class Position:
         """
         options, optimizer, store = parts.options, parts.update_rule, held.store
         copy = held.memory and held.memory.newest(store.latest_step() or 0)
-        start = begin(
-            store,
-            parts.training,
-            optimizer,
-            options,
-            grad_accum=parts.grad_accum,
-            amend=parts.amend,
-            origin=parts.origin,
-            copy=copy,
-        )
+        more = {"amend": parts.amend, "origin": parts.origin, "copy": copy, "grad_accum": parts.grad_accum}
+        start = begin(store, parts.training, optimizer, options, **more)
         start = add_validation_rows(start, parts.validation_sets, options, partial(_can_validate, parts))
         check(start)
-        steps = make_steps(
-            parts.model,
-            parts.loss_fn,
-            optimizer,
-            parts.sharding,
-            StepOptions.of_run(options, parts.grad_accum),
-            start.metadata.schedule.get("settings", {}) | loop_numbers(options),
-        )
+        numbers = start.metadata.schedule.get("settings", {}) | loop_numbers(options)
+        how = StepOptions.of_run(options, parts.grad_accum)
+        steps = make_steps(parts.model, parts.loss_fn, optimizer, parts.sharding, how, numbers)
         arrays, hparams = steps.init(restored=start.step > 0, load=start.load)
         start = add_adapter_metadata(start, steps.split)
-        return cls(
-            parts=parts,
-            start=start,
-            steps=steps,
-            arrays=arrays,
-            hparams=hparams,
-            plan=start.plan,
-            metadata=start.metadata,
-            step=start.step,
-            last_step=last_step(start.plan, options),
-        )
+        last = last_step(start.plan, options)
+        return cls(parts, start, steps, arrays, hparams, start.plan, start.metadata, start.step, last)
 
     @property
     def split(self) -> ModuleSplit:

@@ -21,17 +21,11 @@ MOST_WORK = 1.2
 
 
 class Programs:
-    """The programs of a run, by phase.
+    """The programs of a run, by phase, compiled in the compiler's thread; the plan of `position` says which shapes
+    come.
 
-    Args:
-        parts: of the run.
-        position: where it is; its plan says which shapes come.
-        compiler: in whose thread they are compiled.
-
-    Attributes:
-        blocks: the verified blocks of the data's files; None: nothing is verified.
-        validation: of the run.
-        tasks: of the run, measured with each validation.
+    `blocks` are the verified blocks of the data's files, None where nothing is verified; `tasks` are measured with each
+    `validation`.
     """
 
     def __init__(self, parts: Parts, position: Position, compiler: AotCompiler) -> None:
@@ -48,14 +42,8 @@ class Programs:
         rows = ValidationRows.from_dict(saved).with_phases(position.plan.shapes)
         sets = parts.validation_sets, parts.training.primary_streamer
         self.validation: Validation = Validation.of_steps(*sets, self._steps, model, compiler, rows, self.blocks)
-        self.tasks: TaskScores = TaskScores(
-            parts.tasks,
-            self._steps.split,
-            compiler,
-            parts.sharding,
-            position.plan.shapes,
-            self._steps.options.compute_dtype,
-        )
+        batches = parts.sharding, position.plan.shapes, self._steps.options.compute_dtype
+        self.tasks: TaskScores = TaskScores(parts.tasks, self._steps.split, compiler, *batches)
 
     def check_data(self) -> None:
         """Raises ValueError where a validation set is too small for a phase, a token has no logit, or the model cannot

@@ -23,7 +23,7 @@ from roxxel_dist.train.resume import run_fingerprint
 from roxxel_dist.train.step.compile import AotCompiler
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Resources:
     """The resources of a run on this process. `open` takes all of them, `close` gives them back."""
 
@@ -44,11 +44,8 @@ class Resources:
 
     @classmethod
     def open(cls, parts: Parts) -> "Resources":
-        """Take what the run needs; writes nothing. All ranks call it together.
-
-        Raises:
-            UserError: on every rank, where another process trains in the folder, or it is no place for a run.
-        """
+        """Take what the run needs; writes nothing. All ranks call it together. Raises UserError, on every rank, where
+        another process trains in the folder, or it is no place for a run."""
         progress = Progress.from_env(process_index())
         timeline = Timeline(None if process_index() else parts.folder, progress)
         log = LogQueue()
@@ -63,17 +60,8 @@ class Resources:
             memory = _open_memory(parts, log)
             if memory is not None:
                 undo.callback(memory.close)
-            return cls(
-                folder=parts.folder,
-                progress=progress,
-                timeline=timeline,
-                log=log,
-                store=store,
-                memory=memory,
-                compiler=compiler,
-                release_folder=release_folder,
-                discard=undo.pop_all().close,
-            )
+            held = parts.folder, progress, timeline, log, store, memory, compiler
+            return cls(*held, release_folder, discard=undo.pop_all().close)
 
     def set_aside(self, damage: DamagedCheckpoint) -> None:
         """Take a damaged checkpoint of the run, not of another one, out of the way of the next older complete one."""

@@ -13,13 +13,7 @@ import jax
 import numpy as np
 
 from roxxel_dist.checkpoint.generations import Generation
-from roxxel_dist.checkpoint.metadata import (
-    BaseModelRef,
-    CheckpointMetadata,
-    CheckpointRef,
-    EarlyStopping,
-    ResumeSpec,
-)
+from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, EarlyStopping, ResumeSpec
 from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
@@ -52,7 +46,7 @@ MOST_STEPS = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a process begins to train."""
+    """The point at which a process begins to train."""
 
     step: int
     """Steps done."""
@@ -80,7 +74,7 @@ class ResumePoint:
 
     @property
     def source_text(self) -> str:
-        """Where the state comes from, for the log."""
+        """The source of the state, for the log."""
         if self.copy is not None:
             return self.copy.source_text
         return "its checkpoint" if self.source is None else f"the checkpoint {self.source}"
@@ -97,7 +91,7 @@ def begin(
     origin: ResumeSpec,
     copy: Generation | None = None,
 ) -> ResumePoint:
-    """Where a process begins to train. Changes nothing on the disk.
+    """Find where a process begins to train. Changes nothing on the disk.
 
     A run that has checkpoints resumes from its own, even if it is a fork, or from a `copy` in memory that is newer.
     Raises ValueError if there is no such checkpoint, if it is of another run, or if all those of the run are damaged.

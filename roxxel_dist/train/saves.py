@@ -27,7 +27,6 @@ from roxxel_dist.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.cluster.distributed import barrier, is_primary, process_count, unanswered, unique_key, wait_for_key
 from roxxel_dist.cluster.jax_private import key_value_store
 from roxxel_dist.cluster.preemption import stop_requested
-from roxxel_dist.model.split import has_random_streams_alone
 from roxxel_dist.place.directory import leftovers_of
 from roxxel_dist.process.durable import SaveRequests
 from roxxel_dist.process.progress import agent_pipe
@@ -58,11 +57,9 @@ class Announcement:
 
 
 class StepAgreement:
-    """The same `Announcement` after the same step on every rank. All ranks make the same calls.
+    """Gives every rank the same `Announcement` after the same step. All ranks make the same calls.
 
-    Args:
-        requests: requests to save, which rank 0 reads.
-        memory: the copies of the state in memory, of which rank 0 decides.
+    Rank 0 reads the `requests` to save, and decides of the copies of the state in `memory`.
     """
 
     def __init__(self, requests: SaveRequests, memory: MemoryTier | None) -> None:
@@ -83,7 +80,7 @@ class StepAgreement:
         if not self._alone:
             self._announce(step)
 
-    def after(self, step: int) -> Announcement:
+    def announcement(self, step: int) -> Announcement:
         """What to do after `step`. Every rank calls this once a step, at the same place.
 
         Raises:
@@ -106,7 +103,7 @@ class StepAgreement:
         return announcement
 
     def _announce(self, done: int) -> None:
-        """On rank 0, publish what to do after the step `_next`; elsewhere, note under which key."""
+        """Publish, on rank 0, what to do after the step `_next`; elsewhere, note under which key."""
         self._key = unique_key("step")
         if self._primary:
             before, since = self._announced
@@ -121,7 +118,7 @@ class StepAgreement:
                 key_value_store().key_value_delete(self._old_keys.popleft())
 
     def _decide(self, step: int, done: int) -> Announcement:
-        """On rank 0: what to do after `step`, when `done` steps are done."""
+        """What to do, by rank 0, after `step`, when `done` steps are done."""
         copy = self._memory.decide(step, done) if self._memory is not None else None
         next_step = step + self._interval
         if self._memory is not None and (due := self._memory.next_step) is not None:
@@ -159,12 +156,8 @@ LAST_WORDS_LIMIT_S = 3600.0
 class Saves:
     """Saves and copies the state of a run where it is due, or asked for. All ranks make the same calls.
 
-    As a context manager it writes files of weights in the background.
-
-    Attributes:
-        stopped: whether the run was asked to stop before its end; that step is saved.
-        agreement: what rank 0 announces for a step.
-        memory: the copies in memory; None: there are none.
+    As a context manager it writes files of weights in the background. `stopped` says whether the run was asked to stop
+    before its end; that step is saved. `memory` has the copies in memory, if there are any.
     """
 
     def __init__(self, held: Resources, position: Position) -> None:
@@ -175,10 +168,7 @@ class Saves:
         self.memory: MemoryTier | None = held.memory
         self._requests = SaveRequests(held.folder)
         self.agreement: StepAgreement = StepAgreement(self._requests, self.memory)
-        enabled, with_state = (
-            options.export_weights and is_primary(),
-            not has_random_streams_alone(position.split),
-        )
+        enabled, with_state = options.export_weights and is_primary(), bool(position.split.state_names)
         self._exporter = Exporter(held.folder, held.store, log, enabled=enabled, with_state=with_state)
         self._needed = False  # whether the last save must be on disk, whatever copies there are in memory
 
@@ -192,7 +182,7 @@ class Saves:
 
     def due(self, done: int) -> tuple[bool, bool]:
         """Whether to save a checkpoint after a step, as it is due or asked for; whether to copy the state in memory."""
-        last_step, announced = self._position.last_step, self.agreement.after(done)
+        last_step, announced = self._position.last_step, self.agreement.announcement(done)
         self.stopped = announced.stop and done < last_step
         save = announced.save or self.stopped or self._options.is_due("checkpoint", done, last_step)
         copy = self.memory is not None and self.memory.accept(announced.copy)
@@ -282,13 +272,7 @@ class Exporter:
     """
 
     def __init__(
-        self,
-        run: Path,
-        store: CheckpointStore,
-        log: Callable[[str], None],
-        *,
-        enabled: bool,
-        with_state: bool = True,
+        self, run: Path, store: CheckpointStore, log: Callable[[str], None], *, enabled: bool, with_state: bool = True
     ) -> None:
         self._run, self._store, self._log, self._enabled = run, store, log, enabled
         self._with_state = with_state

@@ -4,7 +4,6 @@ Every command that meets a model asks here: training, `eval`, `plan`, `find-lr`,
 virtual shards has `ShardedSteps`, which have the same members; whoever uses them need not know which they are.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, one_device, scalars_on
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.devices.program_cost import program_cost
+from roxxel_dist.devices.program_cost import ProgramCost, program_cost
+from roxxel_dist.devices.targets import hosts_of
 from roxxel_dist.devices.traced_flops import flops_of
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
@@ -117,27 +117,20 @@ class Steps:
     def init(self, *, restored: bool = False, load: Load | None = None) -> tuple[TrainState, Leaves]:
         """(the state before the first step, the inputs of every step), on the mesh; the arguments are those of
         `StateBuilder.build`: of a state that will be `restored` from a checkpoint there are shapes."""
-        state, hparams = self._built(restored=restored, load=load)
+        state, hparams = self._place_built(self.builder.build(restored=restored, load=load))
         return state, {**hparams, **scalars_on(self.mesh, self.settings)}
 
-    def _built(self, *, restored: bool, load: Load | None) -> tuple[TrainState, Leaves]:
-        return self.builder.build(restored=restored, load=load)
+    def _place_built(self, built: tuple[TrainState, Leaves]) -> tuple[TrainState, Leaves]:
+        return built
 
     @cached_property
     def train(self) -> Any:
         """The training step, (state, hparams, batch) -> (state, metrics), for an `AotCompiler` to compile."""
         options, optimizer = self.options, self.optimizer
         assert optimizer is not None
-        return make_step(
-            self.split,
-            self.loss,
-            optimizer,
-            self.state,
-            self.sharding,
-            grad_accum=options.grad_accum,
-            compute_dtype=options.compute_dtype,
-            skip_bad=options.skip_bad,
-        )
+        more: Any = {"grad_accum": options.grad_accum, "skip_bad": options.skip_bad}
+        more["compute_dtype"] = options.compute_dtype
+        return make_step(self.split, self.loss, optimizer, self.state, self.sharding, **more)
 
     def evaluate(self, end: int | None = None) -> Any:
         """The evaluation, (params, rest, hparams, batch) -> losses, likewise; `end` is as for `make_eval_step`."""
@@ -164,7 +157,7 @@ class Steps:
         """The ordinary steps on the first device, where nothing is cut; the model is not traced again."""
         mesh = _first_device(self.mesh)
         return Steps(
-            builder=self.builder.on(mesh),
+            builder=self.builder.on_mesh(mesh),
             loss=self.loss,
             optimizer=self.optimizer,
             sharding=batch_sharding(mesh),
@@ -197,7 +190,7 @@ class Steps:
 
     def program_flops(self, program: Any) -> float | None:
         """What one device computes in a compiled program of these steps; None where the program does not say it."""
-        return program_cost(program.as_text(), [device.process_index for device in self.mesh.devices.flat]).flops
+        return _program_cost(program, self.mesh).flops
 
     def work_ratio(self, program: Any, batch: Any) -> float | None:
         """FLOPs of all devices over those of the step before it is divided; None where neither is known.
@@ -214,29 +207,20 @@ class Steps:
         compiler.prepare(key, self.train, self.state, self.hparams, batch)
         return StepMemory.of_program(compiler.get(key))
 
-    def compiled_memory(self, kind: Kind, batch: Any, programs: Mapping[Key, Any]) -> StepMemory:
-        """The same of programs that `count_calls` has compiled."""
-        del kind, batch
-        (program,) = programs.values()
-        return StepMemory.of_program(program)
-
     def simulated(self, make: Callable[[Mesh], "Steps"]) -> "Steps":
-        """The steps that `count_calls` asks: these, or, where a step must run for that, those that are made for a mesh
-        of simulated devices."""
+        """The steps that `cost` asks: these, or, where a step must run for that, those that are made for a mesh of
+        simulated devices."""
         del make
         return self
 
-    def count_calls(
-        self, kind: Kind, batch: Any, compiler: Compiler, simulated: "Steps"
-    ) -> tuple[Counter[Key], dict[Key, Any]]:
-        """(how often a device runs each program of a step for such a batch, the programs); each is compiled once.
+    def cost(self, kind: Kind, batch: Any, compiler: Compiler, simulated: "Steps") -> tuple[ProgramCost, StepMemory]:
+        """(what a device computes, moves and sends in a step for such a batch, its memory), of compiled programs.
 
-        Of devices that do not run as many, the one that runs most.
+        Of devices that do not run as many programs, the one that runs most.
         """
         del simulated
-        step, args = self.program(kind), self.args(kind, batch)
-        key = key_of(step, args)
-        return Counter({key: 1}), {key: compiler.step(step, args, self.mesh)}
+        program = compiler.step(self.program(kind), self.args(kind, batch), self.mesh)
+        return _program_cost(program, self.mesh), StepMemory.of_program(program)
 
     def try_loss(self, batch: Any) -> None:
         """Trace the loss once, without computing it. What the model or the loss function raises passes."""
@@ -254,7 +238,7 @@ class Steps:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedSteps(Steps):
-    """The same for a run with virtual shards, whose bits are the same on any number of devices.
+    """The steps of a run with virtual shards, whose bits are the same on any number of devices.
 
     The `builder` is of one device of this process: each computes the whole state, and keeps its slices.
     """
@@ -266,8 +250,8 @@ class ShardedSteps(Steps):
             self.split, *self.builder.shapes, init, self.mesh, options.virtual_shards, fsdp=options.fsdp
         )
 
-    def _built(self, *, restored: bool, load: Load | None) -> tuple[TrainState, Leaves]:
-        return place_like(self.builder.build(restored=restored, load=load), self._placed)
+    def _place_built(self, built: tuple[TrainState, Leaves]) -> tuple[TrainState, Leaves]:
+        return place_like(built, self._placed)
 
     @cached_property
     def layout(self) -> ShardLayout:
@@ -278,15 +262,8 @@ class ShardedSteps(Steps):
     def programs(self) -> ShardPrograms:
         """The functions of one device."""
         options, optimizer = self.options, self.optimizer
-        return ShardPrograms(
-            self.split,
-            self.loss,
-            optimizer,  # pyright: ignore[reportArgumentType]
-            options.virtual_shards,
-            options.grad_accum,
-            options.compute_dtype,
-            options.skip_bad,
-        )
+        numbers = options.virtual_shards, options.grad_accum, options.compute_dtype, options.skip_bad
+        return ShardPrograms(self.split, self.loss, optimizer, *numbers)  # pyright: ignore[reportArgumentType]
 
     @cached_property
     def train(self) -> ShardedStep:
@@ -298,12 +275,12 @@ class ShardedSteps(Steps):
         return ShardedEvaluation(replace(self.programs, end=end), self.layout)
 
     def accumulation(self, batch: Any) -> str:
-        """Nothing: each shard adds up its own micro-batches."""
+        """An empty text: each shard adds up its own micro-batches."""
         del batch
         return ""
 
     def program_flops(self, program: Any) -> float | None:
-        """None: a step is many programs."""
+        """No FLOPs: a step is many programs."""
         del program
 
     def memory(self, compiler: AotCompiler, batch: Any) -> StepMemory:
@@ -315,36 +292,36 @@ class ShardedSteps(Steps):
     def _memory_of(self, batch: Any) -> ShardedMemory:
         return ShardedMemory.of_step(self.programs, self.layout, self.state, self.hparams, batch)
 
-    def compiled_memory(self, kind: Kind, batch: Any, programs: Mapping[Key, Any]) -> StepMemory:
-        """See `Steps`; of an evaluation the memory of its largest program."""
-        if kind == "training":
-            found = self._memory_of(self.args(kind, batch)[-1])
-            return found.with_programs({name: program for (name, _), program in programs.items()})
-        return max(map(StepMemory.of_program, programs.values()), key=lambda memory: memory.peak)
-
     def simulated(self, make: Callable[[Mesh], Steps]) -> Steps:
         """See `Steps`."""
         return make(simulated_mesh(self.mesh))
 
-    def count_calls(
-        self, kind: Kind, batch: Any, compiler: Compiler, simulated: Steps
-    ) -> tuple[Counter[Key], dict[Key, Any]]:
-        """See `Steps`."""
+    def cost(self, kind: Kind, batch: Any, compiler: Compiler, simulated: Steps) -> tuple[ProgramCost, StepMemory]:
+        """See `Steps`: of each program as often as the step runs it; of an evaluation the memory of its largest one."""
         programs, args, line = dict[Key, Any](), self.args(kind, batch), self.layout.line
+        meshes, alone = dict[Key, Mesh](), one_device(self.mesh, self.mesh.devices.flat[0])
 
         def one(jitted: Any, args: Any, mesh: Mesh) -> Any:
-            return programs.setdefault(key_of(jitted, args), compiler.one(jitted, args, mesh))
+            meshes[key := key_of(jitted, args)] = mesh
+            return programs.setdefault(key, compiler.one(jitted, args, mesh))
 
         def each(jitted: Any, args: Any, devices: Any) -> list[Any]:
-            found = compiler.each(jitted, args, devices)
-            programs.setdefault(key_of(jitted, args), found[0])
+            meshes[key := key_of(jitted, args)], found = alone, compiler.each(jitted, args, devices)
+            programs.setdefault(key, found[0])
             return found
 
-        with jax.set_mesh(one_device(self.mesh, self.mesh.devices.flat[0])):
+        with jax.set_mesh(alone):
             self.program(kind).compile(Compiler(one, each), *args)
         most = max(line.devices.flat, key=lambda device: len(self.layout.shards_of(device)))
         number = list(line.devices.flat).index(most)
-        return count_calls(simulated.program(kind), number, programs, args), programs
+        total = ProgramCost()
+        for key, count in count_calls(simulated.program(kind), number, programs, args).items():
+            total.add(_program_cost(programs[key], meshes[key]), count)
+        if kind == "training":
+            memory = self._memory_of(args[-1]).with_programs({name: program for (name, _), program in programs.items()})
+        else:
+            memory = max(map(StepMemory.of_program, programs.values()), key=lambda memory: memory.peak)
+        return total, memory
 
     def check_model_state(self, batch: Any) -> None:
         """Raises UserError where a call of the model changes what has no mean over the shards; traces one of them.
@@ -365,19 +342,14 @@ def make_steps(
     options: StepOptions,
     settings: Mapping[str, float] | None = None,
 ) -> Steps:
-    """The steps of a model, its loss and its optimizer; the model is traced, and nothing is computed.
+    """The steps of a model, or of a callable that makes one, its loss and its optimizer (None: nothing is trained); the
+    model is traced, and nothing is computed.
 
-    Args:
-        model: a module, or a callable that makes one.
-        loss: (model, batch) to what `unpack_loss` takes.
-        optimizer: None where nothing is trained.
-        sharding: of a (rows, tokens) batch; a mesh alone stands for `batch_sharding` of it.
-        options: what else decides the programs.
-        settings: numbers that are inputs of every step, such as "lr".
+    `sharding` is that of a (rows, tokens) batch, or a mesh alone for `batch_sharding` of it; `settings` are numbers
+    that are inputs of every step, such as "lr".
 
-    Raises:
-        ValueError: settings of the model or the optimizer are impossible, or the mesh does not fit.
-        TypeError: the callable returns no module.
+    Raises ValueError where settings of the model or the optimizer are impossible, or the mesh does not fit; TypeError
+    where the callable returns no module.
     """
     sharding = batch_sharding(sharding) if isinstance(sharding, Mesh) else sharding
     mesh, shards = sharding.mesh, options.virtual_shards
@@ -394,6 +366,10 @@ def make_steps(
     )
     _ = steps.state  # what does not fit is known now
     return steps
+
+
+def _program_cost(program: Any, mesh: Mesh) -> ProgramCost:
+    return program_cost(program.as_text(), hosts_of(list(mesh.devices.flat)))
 
 
 def _first_device(mesh: Mesh) -> Mesh:

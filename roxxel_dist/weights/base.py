@@ -21,7 +21,7 @@ from roxxel_dist.checkpoint.reader import CheckpointReader
 from roxxel_dist.cluster.distributed import is_primary
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
-from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, target_of
+from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merge_adapter, target_of
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.place.run_place import bucket_run, local_run
@@ -132,7 +132,7 @@ def load_params(source: CheckpointRef, like: Leaves, state: Leaves) -> Leaves:
         for name, scale in scales.items():
             target = target_of(name)
             a, b = adapters[name + LORA_A_SUFFIX], adapters[name + LORA_B_SUFFIX]
-            add = jax.jit(merged, out_shardings=merged_weights[target].sharding, static_argnums=3)
+            add = jax.jit(merge_adapter, out_shardings=merged_weights[target].sharding, static_argnums=3)
             merged_weights[target] = add(merged_weights[target], a, b, scale)
         return merged_weights | restored.get("rest", {})
 

@@ -16,7 +16,7 @@ with watching_for_stop():
     if process_index() == int(sys.argv[1]):
         os.kill(os.getpid(), getattr(signal, sys.argv[2]))
     agreement.begin(55)
-    stopped = next((step for step in range(56, 99) if time.sleep(0.1) or agreement.after(step).stop), None)
+    stopped = next((step for step in range(56, 99) if time.sleep(0.1) or agreement.announcement(step).stop), None)
 open(f"stopped-{process_index()}", "w").write(str(stopped))
 """
 

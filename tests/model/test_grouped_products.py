@@ -142,7 +142,8 @@ def results(form, made, x, dtype=jnp.float32):
     chosen, gates = choose(made, x)
 
     def total(x, gates, first, second):
-        y = form(x.astype(dtype), chosen, gates, first.astype(dtype), second.astype(dtype), made.activate)
+        matrices = moe.Matrices(first.astype(dtype), second.astype(dtype))
+        y = form(x.astype(dtype), chosen, gates, matrices, made.activate)
         return (y.astype(jnp.float32) ** 2).sum(), y
 
     return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(x, gates, made.gate_up[...], made.down[...])

@@ -12,7 +12,7 @@ from models import transformer, with_numbers
 from roxxel_dist.cluster.mesh import make_mesh, replicate
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.experts.exchange import block_sizes
-from roxxel_dist.model.experts.moe import MixtureOfExperts, balance_of, by_device, choose, dense, ragged
+from roxxel_dist.model.experts.moe import Matrices, MixtureOfExperts, balance_of, by_device, choose, dense, ragged
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.transformer import Transformer
 
@@ -134,7 +134,7 @@ def test_both_forms_are_the_same():
 
     def run(form):
         def total(x, gates, first, second):
-            y = form(x, chosen, gates, first, second, moe.activate)
+            y = form(x, chosen, gates, Matrices(first, second), moe.activate)
             return (y**2).sum(), y
 
         return jax.jit(jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True))(x, gates, moe.gate_up[...], moe.down[...])
@@ -151,7 +151,7 @@ def test_no_token_is_dropped_however_uneven_the_load(busy):
     moe, gates = layer(n_experts=8), rng.random((512, 2)).astype(np.float32)
 
     def run(x, gates, first, second):
-        y = by_device(x, chosen.astype(np.int32), gates, first, second, moe.activate)
+        y = by_device(x, chosen.astype(np.int32), gates, Matrices(first, second), moe.activate)
         return (y**2).sum(), y
 
     args, run = (x, gates, moe.gate_up[...], moe.down[...]), jax.grad(run, argnums=(0, 1, 2, 3), has_aux=True)

@@ -17,7 +17,7 @@ from roxxel_dist.devices.program_cost import Kernel, ProgramCost, program_cost
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
-from roxxel_dist.run.estimate.step_costs import CHANGES, costs_of, largest, roofline_seconds, sum_costs
+from roxxel_dist.run.estimate.step_costs import CHANGES, costs_of, largest, roofline_seconds
 from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
 from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
 
@@ -60,9 +60,10 @@ def test_a_card_without_links_sends_nothing_and_an_unknown_one_has_no_figures():
 
 
 def test_programs_together_are_as_often_as_they_run():
-    first = costs_of(ProgramCost(kernels=[kernel("mlp", data=4.8e9), kernel("norms", data=4.8e8)]), H200)
-    second = costs_of(ProgramCost(kernels=[kernel("mlp", flops=989.4e9), kernel("casts", sent=45e6)]), H200)
-    found = {cost.part: cost for cost in sum_costs([(first, 2), (second, 1)])}
+    total = ProgramCost()
+    total.add(ProgramCost(kernels=[kernel("mlp", data=4.8e9), kernel("norms", data=4.8e8)]), 2)
+    total.add(ProgramCost(kernels=[kernel("mlp", flops=989.4e9), kernel("casts", sent=45e6)]))
+    found = {cost.part: cost for cost in costs_of(total, H200)}
     assert list(found) == ["mlp", "norms", "casts"]
     assert found["mlp"].milliseconds == pytest.approx(3)
     assert found["mlp"].limit == "memory"

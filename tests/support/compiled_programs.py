@@ -1,5 +1,6 @@
 """Programs beside the steps of `plan --target`, compiled in the process of a target's compiler, and never run."""
 
+import time
 from functools import partial
 
 import jax
@@ -9,11 +10,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.devices.traced_flops import flops_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import SamplingInputs, _decode, _prefill
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.run.estimate.target_steps import TargetCompiler
+from roxxel_dist.train.step.compile import StepMemory
 
 ROWS, PROMPT = 4, 128
 
@@ -43,7 +46,10 @@ def generation(report, target, fields):
         running = placed(jax.eval_shape(partial(_prefill, graphdef), *read[1:]))
     add = graphdef, placed(state), running, numbers(jnp.int32, ROWS), inputs
     programs = {"reading prompts": (_prefill, read), "adding tokens": (_decode, add)}
-    return {
-        what: compiler.measure(what, mesh, jitted, args, flops_of(jitted, args, mesh))[0]
-        for what, (jitted, args) in programs.items()
-    }
+
+    def measured(what, jitted, args):
+        begun, program = time.perf_counter(), compiler.compile(what, mesh, jitted, args)
+        cost, peak = program_cost(program.as_text(), [0]), StepMemory.of_program(program).peak
+        return compiler.step(cost, peak, mesh, flops_of(jitted, args, mesh), time.perf_counter() - begun)
+
+    return {what: measured(what, *program) for what, program in programs.items()}

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from roxxel_dist.train.step.by_parameter import decayed
+from roxxel_dist.train.step.by_parameter import decay_mask
 
 NUMBER = 3
 
 
 def adamw(config, learning_rate):
     """What the optimizer adamw is."""
-    return optax.adamw(learning_rate, config.beta1, 0.95, weight_decay=config.weight_decay, mask=decayed)
+    return optax.adamw(learning_rate, config.beta1, 0.95, weight_decay=config.weight_decay, mask=decay_mask)
 
 
 def slow_adamw(config, learning_rate):

@@ -7,7 +7,7 @@ import pytest
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
 from roxxel_dist.model.attention.cut_rows import RowCut
-from roxxel_dist.train.exact.key_moves import KeyMoves, Part, UnevenKeyMoves, parts_of
+from roxxel_dist.train.exact.key_moves import KeyMoves, Part, parts_of
 from roxxel_dist.train.exact.layout import ShardLayout, rows_sharding
 from roxxel_dist.train.step.compile import AotCompiler
 
@@ -22,8 +22,7 @@ class Moves:
 
     def compile(self, compiler):
         like = tuple(jax.ShapeDtypeStruct((self.cut.blocks, SIZE, *more), jnp.float32) for more in ((WIDTH,), ()))
-        kind = KeyMoves if self.layout.is_even else UnevenKeyMoves
-        return kind.compile_moves(self.layout, self.cut, like, compiler)
+        return KeyMoves.compile_moves(self.layout, self.cut, like, compiler)
 
 
 def moves_on(devices, rows, per_piece):

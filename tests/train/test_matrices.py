@@ -12,7 +12,7 @@ from roxxel_dist.model.layers import COLUMN_AXES, STACKED
 from roxxel_dist.model.split import Matrix, split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.settings.training import OPTIMIZERS, OptimizerConfig
-from roxxel_dist.train.step.by_parameter import decayed, groups_of
+from roxxel_dist.train.step.by_parameter import decay_mask, groups_of
 from roxxel_dist.train.step.optimizer import NamedOptimizer
 
 SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": 40, "head_size": 8, "kv_heads": 2, "n_heads": 4}
@@ -99,7 +99,7 @@ def test_what_is_not_known_of_an_optimizer_and_a_model_of_ones_own():
     not_decayed = {"gains": ("adamw", False, 0), "key_bias": ("adamw", False, 0)}
     assert by_name == {"conv": ("adamw", True, 0), "heads": ("muon", True, 5), **not_decayed}
     decays = {"conv": True, "gains": False, "heads": True, "key_bias": False}
-    assert decayed(params, split.params.matrices) == decays
+    assert decay_mask(params, split.params.matrices) == decays
     (own,) = groups_of("module:build", params, {}, {})
     assert (own.optimizer, own.weight_decay, len(own.arrays)) == ("module:build", None, 4)
 

@@ -38,7 +38,7 @@ def test_time_and_tokens_since_the_last_report(clock):
 def test_a_save_between_reports_is_not_training(clock):
     meter = StepTimer()
     steps(meter, clock, 2)
-    meter.finished()
+    meter.mark_done()
     meter.pause()
     clock.now += 60
     meter.resume()
@@ -49,7 +49,7 @@ def test_a_save_between_reports_is_not_training(clock):
 def test_a_report_within_a_pause_ends_where_the_steps_did(clock):
     meter = StepTimer()
     steps(meter, clock, 2)
-    meter.finished()
+    meter.mark_done()
     meter.pause()
     clock.now += 60
     assert meter.report()["ms_per_step"] == 500.0

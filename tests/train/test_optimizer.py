@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from roxxel_dist.settings.training import OptimizerConfig
-from roxxel_dist.train.step.by_parameter import decayed
+from roxxel_dist.train.step.by_parameter import decay_mask
 from roxxel_dist.train.step.optimizer import NamedOptimizer, as_optimizer, clip, global_norm
 
 OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("nadamw", "lion")]
@@ -167,8 +167,8 @@ def test_it_learns_a_regression_and_keeps_every_dtype(name, dtype):
 
 
 def test_decay_spares_norms_and_biases():
-    assert {name for name, yes in decayed(tree(0)).items() if yes} == set(MATRICES)
-    assert decayed({"scaler.kernel": np.ones((2, 2)), "x.bias": np.ones((2, 2))}) == {
+    assert {name for name, yes in decay_mask(tree(0)).items() if yes} == set(MATRICES)
+    assert decay_mask({"scaler.kernel": np.ones((2, 2)), "x.bias": np.ones((2, 2))}) == {
         "scaler.kernel": True,
         "x.bias": False,
     }

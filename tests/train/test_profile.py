@@ -9,9 +9,9 @@ def train(profiler, steps):
     step_of = jax.jit(lambda x: x @ x / 2)
     x = jnp.eye(8)
     for step in steps:
-        profiler.before(step, x)
+        profiler.begin_step(step, x)
         x = step_of(x)
-        profiler.after(step, x)
+        profiler.end_step(step, x)
     profiler.close()
 
 

@@ -157,8 +157,8 @@ def test_a_killed_run_was_down_and_repeats_steps(corpus_pattern, tmp_path):
 def test_a_checkpoint_on_request_is_time_spent_on_saving(corpus, tmp_path):
     made = make(corpus, tmp_path, [Phase(9, 8, 17)], eval_every=100, checkpoint_every=100)
     agreement = made.loop.saves.agreement
-    after = agreement.after
-    agreement.after = lambda step: replace(after(step), save=step == 5)
+    after = agreement.announcement
+    agreement.announcement = lambda step: replace(after(step), save=step == 5)
     made.run()
     made.close()
     rows = read_timeline(tmp_path)

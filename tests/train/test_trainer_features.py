@@ -63,7 +63,7 @@ def test_the_next_phase_is_compiled_before_its_boundary(corpus, tmp_path):
     def until_compiled(state):
         end = time.monotonic() + 120
         compiler = made.loop.held.compiler
-        while not all(compiler.ready(key) for key in list(compiler._programs)):
+        while not all(compiler.is_ready(key) for key in list(compiler._programs)):
             assert time.monotonic() < end
             time.sleep(0.01)
         waited.append((int(state.step), len(compiler.seconds)))

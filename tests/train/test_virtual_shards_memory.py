@@ -15,7 +15,7 @@ from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.exact.cost import long_peaks, step_peaks, whole_bytes
 from roxxel_dist.train.exact.layout import rows_sharding, shapes_of
-from roxxel_dist.train.exact.long_shapes import LongSums
+from roxxel_dist.train.exact.long_rows import LongSums
 from roxxel_dist.train.exact.step import RowSums
 from roxxel_dist.train.step.compile import AotCompiler, abstract
 from roxxel_dist.train.step.optimizer import NamedOptimizer

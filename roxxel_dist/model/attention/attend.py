@@ -120,15 +120,8 @@ def attend(
 ) -> jax.Array:
     """softmax(q k scale) v for each head over the keys that each token attends to: [B, L, H, V].
 
-    Args:
-        q_BxLxHxK: queries; groups of H / G share a key.
-        k_BxSxGxK: keys.
-        v_BxSxGxV: values; V <= K.
-        mask: of the tokens. With `pairs`, as a cache has, XLA computes all scores at once, whatever the kernel.
-        kernel: see `kernel_for`.
-
-    Raises:
-        ValueError: the kernel cannot run here.
+    Groups of H / G queries share a key; V <= K. With `pairs` in the mask, as a cache has, XLA computes all scores at
+    once, whatever the kernel (see `kernel_for`). Raises ValueError where the kernel cannot run here.
     """
     if mask.pairs is not None:
         return dense_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, mask)
@@ -145,7 +138,7 @@ def attend(
     if 1 < token_shards(mesh) <= length:
         native = native_kernel(situation.device)
         fits = kernel in ("auto", native) and not broken_rule(native, situation)
-        return cut_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, mask.scaled(size), native if fits else "xla")
+        return cut_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, mask.with_scale(size), native if fits else "xla")
     chosen: KernelName = "xla"
     if mask.positions is None:  # the other kernels know places alone
         chosen = kernel_for(kernel, _of_rows(situation, rows, mesh))
@@ -153,7 +146,7 @@ def attend(
 
 
 def _of_rows(situation: Situation, rows: int, mesh: Any) -> Situation:
-    """The same for so many rows that are not cut."""
+    """A situation of so many rows that are not cut."""
     return dataclasses.replace(situation, whole_rows=mesh.empty or rows % row_shards(mesh) == 0)
 
 

@@ -27,23 +27,18 @@ def block_of(window: int | None, largest: int = BLOCK) -> int:
 
 
 def blocked_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.Array, mask: Mask) -> jax.Array:
-    """Causal attention by XLA, [B, L, H, V], a block of queries and a block of keys at a time.
+    """Causal attention by XLA, [B, L, H, V], a block of queries and a block of keys at a time; groups of H / G queries
+    share a key.
 
     For each block of queries it computes only the blocks of keys that are not masked: none after it, and none before
     its window. No array has more than a block's scores, in the backward pass too.
-
-    Args:
-        q_BxLxHxK: queries; groups of H / G share a key.
-        k_BxLxGxK: keys.
-        v_BxLxGxV: values.
-        mask: causal.
     """
     batch, length, heads, width = q_BxLxHxK.shape
     groups, size = k_BxLxGxK.shape[2], block_of(mask.window)
     padded = -(-length // size) * size  # what is added is masked as later tokens
     grouped = q_BxLxHxK.reshape(batch, length, groups, heads // groups, -1)
     q, k, v = (pad_tokens(x, padded) for x in (grouped, k_BxLxGxK, v_BxLxGxV))
-    out = attend_in_blocks(BLOCKED, q, k, v, mask.scaled(width).pad(padded), size)
+    out = attend_in_blocks(BLOCKED, q, k, v, mask.with_scale(width).pad(padded), size)
     return out.reshape(batch, padded, heads, -1)[:, :length]
 
 
@@ -208,7 +203,7 @@ BLOCKED = Form(split_heads, join_heads, blocked_forward, blocked_backward)
 def attend_in_blocks(form: Form, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, size: int) -> jax.Array:
     """Attention of rows that lie whole on a device, [B, tokens, ...] of a multiple of `size` tokens, as `form` has
     queries, keys and values."""
-    each = mask.labels(lambda x: split_rows(x, size))
+    each = mask.map_labels(lambda x: split_rows(x, size))
     at = Blocks.between(jnp.arange(k.shape[1] // size), size, each, each)
     return form.join(_with_gradients(form)(*(form.split(x, size) for x in (q, k, v)), at))
 

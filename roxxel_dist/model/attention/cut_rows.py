@@ -29,13 +29,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import TENSOR, TOKENS, row_axes, row_shards, token_shards
 from roxxel_dist.model.attention.blocked import BLOCKED, Blocks, Form, block_of, join_rows, split_rows
 from roxxel_dist.model.attention.mask import LANES, RESIDUALS, KernelName, Mask, pad_tokens
-from roxxel_dist.model.attention.vendor_kernels import (
-    LARGEST_BLOCK,
-    PAIRS,
-    pad_widths,
-    splash_block,
-    splash_kernel,
-)
+from roxxel_dist.model.attention.vendor_kernels import LARGEST_BLOCK, PAIRS, pad_widths, splash_block, splash_kernel
 
 NOWHERE = -(1 << 31)
 """The segment of what a device without tokens before its own has in their place."""
@@ -83,7 +77,7 @@ class RowCut:
 
     @classmethod
     def of_lanes(cls, parts: int, length: int, window: int | None) -> "RowCut":
-        """The same in blocks that splash attention takes: each device has a multiple of 128 tokens, or of 256."""
+        """The cut in blocks that splash attention takes: each device has a multiple of 128 tokens, or of 256."""
 
         def pieces(tokens: int) -> tuple[int, int]:
             padded = -(-tokens // LANES) * LANES
@@ -93,7 +87,7 @@ class RowCut:
 
     @classmethod
     def of_pairs(cls, parts: int, length: int, window: int | None, *, packed: bool) -> "RowCut":
-        """The same in blocks for cuDNN, a multiple of 128 tokens: the largest ones that a bias allows, or that need
+        """The cut in blocks for cuDNN, a multiple of 128 tokens: the largest ones that a bias allows, or that need
         none."""
         largest = block_of(window, LARGEST_BLOCK)
 
@@ -194,15 +188,15 @@ class RowCut:
     def device_blocks(self, mask: Mask) -> Blocks:
         """Which keys, of those that `gather` gives, each block of this device's queries attends to; `mask`: of rows."""
         device = jax.lax.axis_index(TOKENS)
-        every = mask.labels(lambda x: split_rows(x, self.size))
+        every = mask.map_labels(lambda x: split_rows(x, self.size))
         if self.halo is None:
             number = self.numbers(device)
-            return Blocks.between(number, self.size, every.labels(lambda x: x[number]), every)
+            return Blocks.between(number, self.size, every.map_labels(lambda x: x[number]), every)
         halo, number = self.halo, self.halo + jnp.arange(self.blocks)
         start = device * self.blocks  # of the row
-        of_q = every.labels(lambda x: jax.lax.dynamic_slice_in_dim(x, start, self.blocks))
-        every = every.labels(lambda x: jnp.pad(x, [(halo, 0), (0, 0), (0, 0)], constant_values=NOWHERE))
-        of_k = every.labels(lambda x: jax.lax.dynamic_slice_in_dim(x, start, halo + self.blocks))
+        of_q = every.map_labels(lambda x: jax.lax.dynamic_slice_in_dim(x, start, self.blocks))
+        every = every.map_labels(lambda x: jnp.pad(x, [(halo, 0), (0, 0), (0, 0)], constant_values=NOWHERE))
+        of_k = every.map_labels(lambda x: jax.lax.dynamic_slice_in_dim(x, start, halo + self.blocks))
         at = Blocks.between(number, self.size, of_q, of_k)
         return at._replace(first=jnp.maximum(at.first, halo - start))
 

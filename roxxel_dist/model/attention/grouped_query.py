@@ -18,6 +18,7 @@ from roxxel_dist.model.attention.mask import Mask, mask_of
 from roxxel_dist.model.config import AttentionKernel, ModelConfig, QKNorm
 from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
 from roxxel_dist.model.lora import linear
+from roxxel_dist.model.mlp import initializers
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,7 @@ class Attention(Heads):
 
 def out_projection(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.LinearGeneral:
     """The projection of the concatenated head outputs, [..., H x K], to [..., D]."""
-    init = nnx.initializers.normal(config.init_std / (2 * config.num_blocks) ** 0.5)
-    return linear(config, "attention", width, config.dim, (TENSOR, FSDP), init, rngs)
+    return linear(config, "attention", width, config.dim, (TENSOR, FSDP), initializers(config)[1], rngs)
 
 
 def group_heads(flat: Any, shape: Sequence[int]) -> Any:
@@ -168,5 +168,5 @@ class Gate(nnx.Module):
         self.score: nnx.LinearGeneral = linear(config, None, config.dim, (n_heads, size), axes, init, rngs)
 
     def __call__(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
-        """From the head outputs and the layer's input to the gated head outputs."""
+        """The gated head outputs, from the head outputs and the layer's input."""
         return mixed_BxLxHxK * jax.nn.sigmoid(self.score(x_BxLxD))

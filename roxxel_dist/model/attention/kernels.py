@@ -153,15 +153,11 @@ KERNELS: Mapping[KernelName, Kernel] = {
 
 
 def kernel_for(kernel: AttentionKernel, situation: Situation, *, begun: bool = False) -> KernelName:
-    """The kernel that computes attention: the named one, or for auto the device's own.
+    """The kernel that computes attention: the named one, or for auto cuDNN on a GPU and splash attention on a TPU if
+    they support the situation, otherwise XLA.
 
-    Args:
-        kernel: auto: cuDNN on a GPU and splash attention on a TPU if they support it, otherwise XLA.
-        situation: what it computes, and where.
-        begun: whether it is the kernel that a resumed run keeps, for the message.
-
-    Raises:
-        ValueError: the named kernel does not support it; the message has the rule and the fix.
+    Raises ValueError, with the rule and the fix, where the named kernel does not support it; `begun` says, for that
+    message, whether it is the kernel that a resumed run keeps.
     """
     if kernel == "auto":
         native = native_kernel(situation.device)
@@ -238,28 +234,20 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax
     """[B, L, H, V] from queries [B, L, H, K], keys [B, S, G, K] and values [B, S, G, V]; of each pair, in memory."""
     window, pairs = mask.window if mask.by_place else None, mask.dense()
     if mask.cap is not None:
-        return _capped(q, k, v, mask.scaled(k.shape[-1]), mask.cap, window, pairs)
+        return _capped(q, k, v, mask.with_scale(k.shape[-1]), mask.cap, window, pairs)
     size, values, scale = k.shape[-1], v.shape[-1], mask.scale or None
     if size != values:  # jax needs values as wide as keys; zeros add nothing to a score
         scale, widest = scale or 1 / math.sqrt(size), max(size, values)
         q, k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, widest - x.shape[-1])]) for x in (q, k, v))
-    mixed = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=pairs,
-        scale=scale,
-        is_causal=mask.by_place,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="xla",
-    )
-    return mixed[..., :values]
+    options: Any = {"mask": pairs, "scale": scale, "is_causal": mask.by_place, "implementation": "xla"}
+    options["local_window_size"] = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(q, k, v, **options)[..., :values]
 
 
 def _capped(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, cap: float, window: int | None, pairs: jax.Array | None
 ) -> jax.Array:
-    """The same with a soft cap, which jax's function has not, in float32 at least."""
+    """Attention with a soft cap, which jax's function has not, in float32 at least."""
     (batch, length, heads, size), (_, keys, groups, _) = q.shape, k.shape
     q_BxLxGxRxK = q.reshape(batch, length, groups, heads // groups, size)
     wide = jnp.promote_types(q.dtype, jnp.float32)

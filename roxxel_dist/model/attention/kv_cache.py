@@ -81,14 +81,7 @@ class AttentionMetadata(NamedTuple):
 
 
 def empty_cache(batch: int, slots: int, shapes: Sequence[Sequence[tuple[int, ...]]], dtype: Any) -> Cache:
-    """An empty cache.
-
-    Args:
-        batch: rows.
-        slots: tokens for each row.
-        shapes: for each block, the shapes of a token's entries.
-        dtype: of the entries.
-    """
+    """An empty cache of `batch` rows with so many slots. `shapes`: for each block, the shapes of a token's entries."""
     places = jnp.full((batch, slots), EMPTY, jnp.int32)
     layers = tuple(tuple(jnp.zeros((batch, slots, *shape), dtype) for shape in block) for block in shapes)
     return Cache(jnp.zeros(batch, jnp.int32), (places, jnp.zeros((batch, slots), jnp.int32)), layers)
@@ -134,11 +127,7 @@ def prepare(
 def update(
     cache: LayerCache, new: LayerCache, slot_BxL: jax.Array, window: int | None
 ) -> tuple[LayerCache, LayerCache]:
-    """Put new tokens into their slots.
-
-    Returns:
-        The entries that the new tokens attend to, and the new cache.
-    """
+    """(the entries that the new tokens attend to, the cache with the new tokens in their slots)."""
     rows_Bx1 = jnp.arange(slot_BxL.shape[0])[:, None]
     kept = tuple(h.at[rows_Bx1, slot_BxL].set(n, mode="drop") for h, n in zip(cache, new, strict=True))
     if window is None or slot_BxL.shape[1] == 1:

@@ -109,7 +109,7 @@ class LatentAttention(Heads):
         q_BxLxHxC = jnp.einsum("blhk,chk->blhc", plain, up_k_CxHxK)
         query = jnp.concatenate([q_BxLxHxC, q_turned], axis=-1)
         key = jnp.concatenate([latent, turned], axis=-1)[:, :, None]
-        mask = metadata.mask(self.mask.scaled(self.head_size + self.rope_dim), self.window)
+        mask = metadata.mask(self.mask.with_scale(self.head_size + self.rope_dim), self.window)
         mixed_BxLxHxC = attend(query, key, latent[:, :, None], mask, self.kernel)
         return jnp.einsum("blhc,chk->blhk", mixed_BxLxHxC, up_v_CxHxK)
 

@@ -52,16 +52,16 @@ class Mask:
     pairs: jax.Array | None = None
     """bool[B, 1, L, S]: which of S keys each token may attend to, in place of segments and positions."""
 
-    def scaled(self, key_size: int) -> "Mask":
-        """The same with a scale, for keys of this width."""
+    def with_scale(self, key_size: int) -> "Mask":
+        """The mask with a scale, for keys of this width."""
         return dataclasses.replace(self, scale=self.scale or 1 / math.sqrt(key_size))
 
-    def labels(self, change: Callable[[jax.Array], jax.Array]) -> "Mask":
-        """The same with other arrays."""
+    def map_labels(self, change: Callable[[jax.Array], jax.Array]) -> "Mask":
+        """The mask with other arrays."""
         return jax.tree.map(change, self)
 
     def pad(self, length: int) -> "Mask":
-        """The same for rows of `length` tokens, of which no token attends to the further ones."""
+        """The mask for rows of `length` tokens, of which no token attends to the further ones."""
         segments, positions = self.segments, self.positions
         if positions is not None:
             positions = jnp.pad(positions, [(0, 0), (0, length - positions.shape[1])], constant_values=LATER)

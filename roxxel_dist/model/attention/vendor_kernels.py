@@ -47,7 +47,7 @@ def cudnn_attention(q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxV: jax.A
     def local(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Any:
         return _whole(q, k, v, mask) if count == 1 else attend_in_blocks(PAIRS, q, k, v, mask, size)
 
-    return map_own_rows(local, q, k, v, mask.scaled(q_BxLxHxK.shape[-1]).pad(count * size))[:, :length, :, :values]
+    return map_own_rows(local, q, k, v, mask.with_scale(q_BxLxHxK.shape[-1]).pad(count * size))[:, :length, :, :values]
 
 
 def blocks_of(length: int, packed: bool) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def blocks_of(length: int, packed: bool) -> tuple[int, int]:
 
 
 def pad_widths(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-    """The same with as many channels each: zeros add nothing to a score."""
+    """Queries, keys and values with as many channels each: zeros add nothing to a score."""
     widest = max(k.shape[-1], v.shape[-1])
     return tuple(jnp.pad(x, [(0, 0)] * 3 + [(0, widest - x.shape[-1])]) for x in (q, k, v))
 
@@ -242,4 +242,4 @@ def splash_attention(
         in_axes = 0, 0, 0, None if mask.segments is None else 0
         return jax.vmap(row, in_axes=in_axes)(q, k, v, mask.segments)
 
-    return map_own_rows(local, q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, mask.scaled(q_BxLxHxK.shape[-1]))
+    return map_own_rows(local, q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, mask.with_scale(q_BxLxHxK.shape[-1]))

@@ -73,18 +73,11 @@ class Routes(NamedTuple):
 def apply_experts(
     x_NxD: jax.Array, chosen_NxK: jax.Array, matrices: Any, count: int, compute: Compute, axes: tuple[str, ...]
 ) -> jax.Array:
-    """The outputs of the experts of each row; within a `jax.shard_map`.
+    """[N, K, D]: the outputs of the experts of each row of this device; within a `jax.shard_map`.
 
-    Args:
-        x_NxD: the rows of this device.
-        chosen_NxK: int32: their experts, all different, of all devices.
-        matrices: those of this device's experts.
-        count: its experts. The devices along "expert" have the others, in order.
-        compute: see `Compute`; a function that closes over no array.
-        axes: of the mesh, all whose devices may have other rows.
-
-    Returns:
-        [N, K, D].
+    `chosen_NxK`, int32, are their experts, all different, of all devices; this device has `count` of them with these
+    `matrices`, and the devices along "expert" have the others, in order. `compute` closes over no array; `axes` of the
+    mesh are all whose devices may have other rows.
     """
     rows, top_k = chosen_NxK.shape
     sizes = block_sizes(rows * top_k, rows * min(top_k, count), jax.lax.axis_size(EXPERT))

@@ -39,15 +39,10 @@ def missing_kernel(rows: int) -> str:
 
 @jax.custom_vjp
 def grouped_product(x_AxD: jax.Array, w_ExDxF: jax.Array, count_E: jax.Array) -> jax.Array:
-    """`jax.lax.ragged_dot`, of which the product and both gradients cost each row one matrix.
+    """[A, F]: each row times the matrix of its group, as `jax.lax.ragged_dot`, of which the product and both gradients
+    cost each row one matrix.
 
-    Args:
-        x_AxD: rows, sorted by group.
-        w_ExDxF: a matrix for each group, of the same type.
-        count_E: int32: rows of each group, A in all.
-
-    Returns:
-        [A, F]: each row times the matrix of its group.
+    Rows are sorted by group, matrices are of the same type, and `count_E`, int32, are the rows of each group, A in all.
     """
     return _product(x_AxD, w_ExDxF, count_E)
 

@@ -26,6 +26,15 @@ from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
 from roxxel_dist.model.mlp import Activation, Balance, activation, hidden_sizes, initializers
 
 
+class Matrices(NamedTuple):
+    """The matrices of some experts."""
+
+    first: Any
+    """[E, D, P, F]: P is 2 for gate and up, else 1."""
+    second: Any
+    """[E, F, D]."""
+
+
 class Capacity(NamedTuple):
     """How many choices of a row an expert takes."""
 
@@ -44,12 +53,12 @@ class Capacity(NamedTuple):
         """Whether any choices could be more than it takes."""
         return self.most < self.length
 
-    def dropped(self, chosen_NxK: jax.Array, count: int) -> jax.Array:
+    def dropped_share(self, chosen_NxK: jax.Array, count: int) -> jax.Array:
         """float32[]: the share of the choices, int32 among `count` experts, that are dropped."""
         over_BxE = jnp.maximum(_counts(chosen_NxK.reshape(-1, self.length * chosen_NxK.shape[1]), count) - self.most, 0)
         return over_BxE.sum() / jnp.float32(chosen_NxK.size)
 
-    def kept(self, chosen_NxK: jax.Array, count: int) -> jax.Array:
+    def keep_choices(self, chosen_NxK: jax.Array, count: int) -> jax.Array:
         """bool[N, K]: the choices that are not dropped."""
         rank_BxA, _, _ = _ranks(chosen_NxK.reshape(-1, self.length * chosen_NxK.shape[1]), count)
         return (rank_BxA < self.most).reshape(chosen_NxK.shape)
@@ -100,33 +109,22 @@ class Slots(NamedTuple):
 
 
 def apply_by_slots(
-    x_NxD: jax.Array, chosen_NxK: jax.Array, matrices: Any, activate: Activation, capacity: Capacity, devices: int
+    x_NxD: jax.Array, chosen_NxK: jax.Array, matrices: Matrices, activate: Activation, capacity: Capacity, devices: int
 ) -> jax.Array:
-    """The outputs of the experts of whole rows, 0 for choices that are dropped.
+    """[N, K, D]: the outputs of the experts, int32 of all devices, of whole rows of tokens, 0 for choices that are
+    dropped.
 
     An expert is a product of as many slots as there are, whatever the load: shapes are fixed, and no slot waits. With
-    several `devices` along "expert", within a `jax.shard_map`, each has a share of the experts, in order, and slots are
-    sent there and back.
-
-    Args:
-        x_NxD: rows of tokens, one after the other.
-        chosen_NxK: int32: their experts, of all devices.
-        matrices: (first [E, D, P, F], second [E, F, D]) of this device's experts.
-        activate: [..., P, F] to [..., F].
-        capacity: of each expert.
-        devices: along "expert".
-
-    Returns:
-        [N, K, D].
+    several `devices` along "expert", within a `jax.shard_map`, each has the `matrices` of a share of the experts, in
+    order, and slots are sent there and back.
     """
-    (first_ExDxPxF, second_ExFxD), (_, top_k) = matrices, chosen_NxK.shape
-    count = len(second_ExFxD) * devices
+    top_k, count = chosen_NxK.shape[1], len(matrices.second) * devices
     slot_A, choice_R = Slots.of_choices(chosen_NxK, count, capacity)
     x_ExRxD = rows_at(x_NxD, choice_R, slot_A, top_k).reshape(count, -1, x_NxD.shape[1])
     if devices > 1:
         x_ExRxD = jax.lax.all_to_all(x_ExRxD, EXPERT, 0, 1, tiled=True)
-    inner_ExRxF = activate(jnp.einsum("erd,edpf->erpf", x_ExRxD, first_ExDxPxF))
-    y_ExRxD = jnp.einsum("erf,efd->erd", inner_ExRxF, second_ExFxD)
+    inner_ExRxF = activate(jnp.einsum("erd,edpf->erpf", x_ExRxD, matrices.first))
+    y_ExRxD = jnp.einsum("erf,efd->erd", inner_ExRxF, matrices.second)
     if devices > 1:
         y_ExRxD = jax.lax.all_to_all(y_ExRxD, EXPERT, 1, 0, tiled=True)
     y_AxD = rows_at(y_ExRxD.reshape(-1, x_NxD.shape[1]), slot_A, choice_R, 1)
@@ -137,31 +135,16 @@ log: logging.Logger = logging.getLogger(__name__)
 
 
 def experts(
-    x_NxD: jax.Array,
-    chosen_NxK: jax.Array,
-    gates_NxK: jax.Array,
-    first_ExDxPxF: jax.Array,
-    second_ExFxD: jax.Array,
-    activate: Activation,
+    x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, matrices: Matrices, activate: Activation
 ) -> jax.Array:
-    """The sum over a row's experts e of gate x (activate(row @ first[e]) @ second[e]).
+    """[N, D] in the type of x: the sum over a row's experts e of gate x (activate(row @ first[e]) @ second[e]).
 
     It is `ragged` on TPUs, and on GPUs with a kernel for it. Elsewhere `dense` is less work than `jax.lax.ragged_dot`,
-    which computes every expert for each of N x K rows there.
-
-    Args:
-        x_NxD: the rows.
-        chosen_NxK: int32: the experts of each row, all different.
-        gates_NxK: float32: the weight of each of them.
-        first_ExDxPxF: the first matrices of each expert: P is 2 for gate and up, else 1.
-        second_ExFxD: the second.
-        activate: [..., P, F] to [..., F].
-
-    Returns:
-        [N, D] in the type of x.
+    which computes every expert for each of N x K rows there. The experts of a row, int32, are all different; their
+    weights are float32.
     """
-    form = ragged if uses_ragged(chosen_NxK.size, len(second_ExFxD), chosen_NxK.shape[1]) else dense
-    return form(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD, activate)
+    form = ragged if uses_ragged(chosen_NxK.size, len(matrices.second), chosen_NxK.shape[1]) else dense
+    return form(x_NxD, chosen_NxK, gates_NxK, matrices, activate)
 
 
 def uses_ragged(rows: int, count: int, top_k: int) -> bool:
@@ -188,25 +171,19 @@ def _say_once(text: str) -> None:
 
 
 def ragged(
-    x_NxD: jax.Array,
-    chosen_NxK: jax.Array,
-    gates_NxK: jax.Array,
-    first_ExDxPxF: jax.Array,
-    second_ExFxD: jax.Array,
-    activate: Activation,
+    x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, matrices: Matrices, activate: Activation
 ) -> jax.Array:
     """`experts` by matrix products over groups of unequal size, A = N x K rows sorted by expert."""
-    top_k, (count, dim, *inner) = chosen_NxK.shape[1], first_ExDxPxF.shape
+    top_k, (count, dim, *inner) = chosen_NxK.shape[1], matrices.first.shape
     chosen_A = chosen_NxK.reshape(-1)
     order_A = jnp.argsort(chosen_A, stable=True)
     place_A = jnp.argsort(order_A)
-    count_E = (chosen_A[:, None] == jnp.arange(count)).sum(
-        0, dtype=jnp.int32
-    )  # `bincount` adds to a few numbers in turn
+    # `bincount` adds to a few numbers in turn.
+    count_E = (chosen_A[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
     product: Any = jax.lax.ragged_dot if missing_kernel(chosen_A.size) else grouped_product
     x_AxD = rows_at(x_NxD, order_A, place_A, top_k)
-    inner_AxPF = product(x_AxD, first_ExDxPxF.reshape(count, dim, -1), count_E)
-    y_AxD = product(activate(inner_AxPF.reshape(-1, *inner)), second_ExFxD, count_E)
+    inner_AxPF = product(x_AxD, matrices.first.reshape(count, dim, -1), count_E)
+    y_AxD = product(activate(inner_AxPF.reshape(-1, *inner)), matrices.second, count_E)
     chosen_AxD = rows_at(y_AxD, place_A, order_A, 1)
     return gate_outputs(gates_NxK, chosen_AxD.reshape(*chosen_NxK.shape, -1))
 
@@ -217,17 +194,12 @@ def gate_outputs(gates_NxK: jax.Array, y_NxKxD: jax.Array) -> jax.Array:
 
 
 def dense(
-    x_NxD: jax.Array,
-    chosen_NxK: jax.Array,
-    gates_NxK: jax.Array,
-    first_ExDxPxF: jax.Array,
-    second_ExFxD: jax.Array,
-    activate: Activation,
+    x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, matrices: Matrices, activate: Activation
 ) -> jax.Array:
     """`experts` by computing every expert for every row, with weight 0 for those not chosen."""
-    gates_NxE = (jax.nn.one_hot(chosen_NxK, first_ExDxPxF.shape[0]) * gates_NxK[..., None]).sum(1)
-    inner_NxExF = activate(jnp.einsum("nd,edpf->nepf", x_NxD, first_ExDxPxF))
-    y_NxExD = jnp.einsum("nef,efd->ned", inner_NxExF, second_ExFxD)
+    gates_NxE = (jax.nn.one_hot(chosen_NxK, len(matrices.first)) * gates_NxK[..., None]).sum(1)
+    inner_NxExF = activate(jnp.einsum("nd,edpf->nepf", x_NxD, matrices.first))
+    y_NxExD = jnp.einsum("nef,efd->ned", inner_NxExF, matrices.second)
     return (gates_NxE[..., None] * y_NxExD).sum(1).astype(x_NxD.dtype)
 
 
@@ -298,21 +270,21 @@ class MixtureOfExperts(nnx.Module):
         x_NxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
         probability_NxE = jax.nn.softmax(self.router(x_NxD))
         chosen_NxK, gates_NxK = choose(probability_NxE, self.top_k, divides=self.divides)
-        first, second = (self._matrices(name).astype(x_NxD.dtype) for name in ("gate_up", "down"))
+        matrices = Matrices(*(self._matrices(name).astype(x_NxD.dtype) for name in ("gate_up", "down")))
         capacity = None
         if self.capacity_factor is not None and not self.deterministic:
             capacity = Capacity.of_rows(self.capacity_factor, x_BxLxD.shape[1], self.top_k, self.n_experts)
         limit = capacity if capacity is not None and capacity.drops else None
-        y_NxD = by_device(x_NxD, chosen_NxK, gates_NxK, first, second, self.activate, limit)
+        y_NxD = by_device(x_NxD, chosen_NxK, gates_NxK, matrices, self.activate, limit)
         balance = balance_of(probability_NxE, chosen_NxK)
         if capacity is not None:
-            balance = balance._replace(dropped=capacity.dropped(chosen_NxK, self.n_experts))
+            balance = balance._replace(dropped=capacity.dropped_share(chosen_NxK, self.n_experts))
         return y_NxD.reshape(x_BxLxD.shape), balance
 
     def _matrices(self, name: str) -> jax.Array:
         """The experts' matrices of one kind, with their adapters merged, if any."""
         kernel, adapter = getattr(self, name)[...], getattr(self, name + ADAPTER, None)
-        return kernel if adapter is None else adapter.merged(kernel)
+        return kernel if adapter is None else adapter.merge_adapter(kernel)
 
 
 def choose(probability_NxE: jax.Array, top_k: int, *, divides: bool) -> tuple[jax.Array, jax.Array]:
@@ -329,7 +301,8 @@ def choose(probability_NxE: jax.Array, top_k: int, *, divides: bool) -> tuple[ja
 
 
 def balance_of(probability_NxE: jax.Array, chosen_NxK: jax.Array) -> Balance:
-    """Its loss is E x the sum over experts of (share of the tokens' choices) x (mean probability), with these shares.
+    """The balance of choices: its loss is E x the sum over experts of (share of the tokens' choices) x (mean
+    probability), with these shares.
 
     It is 1 if all experts get equally many tokens, E if one gets all. The shares have no gradient; the probabilities
     do, and those of busy experts weigh more (Switch; GShard, Lepikhin et al., 2020).
@@ -343,8 +316,7 @@ def by_device(
     x_NxD: jax.Array,
     chosen_NxK: jax.Array,
     gates_NxK: jax.Array,
-    first_ExDxPxF: jax.Array,
-    second_ExFxD: jax.Array,
+    matrices: Matrices,
     activate: Activation,
     capacity: Capacity | None = None,
 ) -> jax.Array:
@@ -357,9 +329,8 @@ def by_device(
     With a `capacity` choices beyond it are dropped: a device with whole rows computes slots of a fixed number, see
     `apply_by_slots`; where devices share rows, dropped choices are computed, with weight 0.
     """
-    mesh, count = jax.sharding.get_abstract_mesh(), len(second_ExFxD)
+    mesh, (count, hidden, _) = jax.sharding.get_abstract_mesh(), matrices.second.shape
     automatic = not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
-    hidden = second_ExFxD.shape[1]
     shares = TENSOR if automatic and mesh.shape.get(TENSOR, 1) > 1 and hidden % mesh.shape[TENSOR] == 0 else None
     rows = tuple(axis for axis in mesh.axis_names if axis != shares) if automatic else ()
     parts = mesh.shape.get(EXPERT, 1) if automatic else 1
@@ -368,32 +339,31 @@ def by_device(
     everywhere = x_NxD.shape[0] % pieces > 0
     alone = not automatic or mesh.size == 1 or (everywhere and not divided)
     if capacity is not None and not alone and (mesh.shape.get(TOKENS, 1) > 1 or len(x_NxD) // capacity.length % pieces):
-        gates_NxK = jnp.where(capacity.kept(chosen_NxK, count), gates_NxK, 0)
+        gates_NxK = jnp.where(capacity.keep_choices(chosen_NxK, count), gates_NxK, 0)
         capacity = None
 
-    def of_rows(x: jax.Array, chosen: jax.Array, gates: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+    def of_rows(x: jax.Array, chosen: jax.Array, gates: jax.Array, own: Matrices) -> jax.Array:
         if capacity is None:
-            return experts(x, chosen, gates, first, second, activate)
-        return gate_outputs(gates, apply_by_slots(x, chosen, (first, second), activate, capacity, count // len(second)))
+            return experts(x, chosen, gates, own, activate)
+        return gate_outputs(gates, apply_by_slots(x, chosen, own, activate, capacity, count // len(own.second)))
 
     if alone:
-        return of_rows(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD)
+        return of_rows(x_NxD, chosen_NxK, gates_NxK, matrices)
 
-    def compute(x: jax.Array, expert: jax.Array, matrices: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return experts(x, expert, jnp.ones(expert.shape, jnp.float32), *matrices, activate)
+    def compute(x: jax.Array, expert: jax.Array, own: Matrices) -> jax.Array:
+        return experts(x, expert, jnp.ones(expert.shape, jnp.float32), own, activate)
 
-    def local(x: jax.Array, chosen: jax.Array, gates: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+    def local(x: jax.Array, chosen: jax.Array, gates: jax.Array, own: Matrices) -> jax.Array:
         if everywhere:
-            y_NxD = gate_outputs(gates, apply_own_experts(x, chosen, (first, second), compute))
+            y_NxD = gate_outputs(gates, apply_own_experts(x, chosen, own, compute))
         elif divided and capacity is None:
-            y_NxD = gate_outputs(gates, apply_experts(x, chosen, (first, second), len(second), compute, rows))
+            y_NxD = gate_outputs(gates, apply_experts(x, chosen, own, len(own.second), compute, rows))
         else:
-            y_NxD = of_rows(x, chosen, gates, first, second)
+            y_NxD = of_rows(x, chosen, gates, own)
         return y_NxD if shares is None else jax.lax.psum(y_NxD, shares)
 
     # XLA cannot partition a sort, or a loop over its result: without this it repeats all of it on every device.
     by_rows = P() if everywhere else P(rows)
-    specs = (by_rows, by_rows, by_rows, P(divided, None, None, shares), P(divided, shares))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=by_rows, check_vma=False)(
-        x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD
-    )
+    specs = by_rows, by_rows, by_rows, Matrices(P(divided, None, None, shares), P(divided, shares))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=by_rows, check_vma=False)
+    return mapped(x_NxD, chosen_NxK, gates_NxK, matrices)

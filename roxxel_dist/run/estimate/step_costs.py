@@ -49,12 +49,17 @@ def costs_of(cost: ProgramCost, device_kind: str) -> tuple[PartCost, ...]:
     parts: dict[str, list[Kernel]] = {}
     for kernel in cost.kernels:
         parts.setdefault(part_of(kernel.paths), []).append(kernel)
-    return sort_by_length(_cost(part, kernels, device) for part, kernels in parts.items())
-
-
-def sort_by_length(costs: Iterable[PartCost]) -> tuple[PartCost, ...]:
-    """The longest first."""
+    costs = (_cost(part, kernels, device) for part, kernels in parts.items())
     return tuple(sorted(costs, key=lambda cost: -cost.milliseconds))
+
+
+def bounds(cost: ProgramCost, device_kind: str) -> dict[str, float]:
+    """Seconds by "compute", "memory" and "links" that a program takes at least; empty for an unknown device."""
+    if (device := accelerator(device_kind)) is None:
+        return {}
+    sent = sum(cost.collectives.values())
+    seconds = device.seconds(cost.flops, cost.bytes_accessed, sent, cost.network_bytes)
+    return dict(zip((COMPUTE, MEMORY, LINKS), seconds, strict=True))
 
 
 def roofline_seconds(costs: Iterable[PartCost]) -> float:
@@ -65,9 +70,9 @@ def roofline_seconds(costs: Iterable[PartCost]) -> float:
 def _cost(part: str, kernels: list[Kernel], device: Accelerator) -> PartCost:
     spent, total = dict.fromkeys((COMPUTE, MEMORY, LINKS), 0.0), 0.0
     for kernel in kernels:
-        compute = kernel.flops / (device.tera_flops * 1e12)
-        memory = kernel.bytes_accessed / (device.gigabytes_per_s * 1e9)
-        links = link_seconds(device, kernel.sent_bytes, kernel.network_bytes)
+        compute, memory, links = device.seconds(
+            kernel.flops, kernel.bytes_accessed, kernel.sent_bytes, kernel.network_bytes
+        )
         spent[COMPUTE if compute > memory else MEMORY] += kernel.launches * max(compute, memory)
         spent[LINKS] += kernel.launches * links
         total += kernel.launches * (max(compute, memory) + links)
@@ -80,32 +85,6 @@ def _cost(part: str, kernels: list[Kernel], device: Accelerator) -> PartCost:
         sent_bytes=sum(kernel.launches * kernel.sent_bytes for kernel in kernels),
         launches=sum(kernel.launches for kernel in kernels),
     )
-
-
-def link_seconds(device: Accelerator, sent_bytes: float, network_bytes: float) -> float:
-    """Seconds to send so much; 0 where the table has no speed of links."""
-    seconds = sent_bytes / (device.link_gigabytes_per_s * 1e9) if device.link_gigabytes_per_s else 0.0
-    if device.network_gigabytes_per_s:
-        seconds = max(seconds, network_bytes / (device.network_gigabytes_per_s * 1e9))
-    return seconds
-
-
-def sum_costs(programs: Iterable[tuple[Sequence[PartCost], float]]) -> tuple[PartCost, ...]:
-    """The parts of several programs together, each run so many times; the longest first."""
-    parts: dict[str, list[tuple[PartCost, float]]] = {}
-    for costs, times in programs:
-        for cost in costs:
-            parts.setdefault(cost.part, []).append((cost, times))
-    return sort_by_length(_sum(part, found) for part, found in parts.items())
-
-
-def _sum(part: str, costs: Sequence[tuple[PartCost, float]]) -> PartCost:
-    longest, _ = max(costs, key=lambda found: found[0].milliseconds * found[1])
-    sums = {
-        name: sum(times * getattr(cost, name) for cost, times in costs)
-        for name in ("milliseconds", "flops", "bytes", "sent_bytes", "launches")
-    }
-    return PartCost(part=part, limit=longest.limit, **sums)
 
 
 def largest(costs: Sequence[PartCost]) -> str:

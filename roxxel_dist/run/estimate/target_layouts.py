@@ -28,7 +28,6 @@ from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.curriculum import saved_metadata
 from roxxel_dist.run.estimate.figures import EstimateRequest
 from roxxel_dist.run.estimate.inputs import checkpointing_changes, open_components, plan_of, run_for_target, spans
-from roxxel_dist.run.estimate.step_costs import link_seconds
 from roxxel_dist.run.estimate.target_process import Report
 from roxxel_dist.run.estimate.target_steps import COMPILED_AT_ONCE, TargetCompiler, TargetStep, measure_step, rebuild
 from roxxel_dist.settings.usage_errors import usage_errors
@@ -341,8 +340,7 @@ def estimated_seconds(config: Any, mesh: Mesh, args: tuple[Any, ...], flops: flo
         room = ROOM if config.expert_capacity_factor is None else config.expert_capacity_factor
         links.add([EXPERT], 4 * config.num_blocks, tokens * min(config.top_k_mlp * room, config.n_experts))
     touched = 2 * device_bytes(args) + 3 * used + TOUCHED * config.num_blocks * tokens
-    compute = flops / mesh.size / (known.tera_flops * 1e12)
-    return compute + touched / (known.gigabytes_per_s * 1e9) + link_seconds(known, links.sent, links.network)
+    return sum(known.seconds(flops / mesh.size, touched, links.sent, links.network))
 
 
 def least_bytes(config: Any, mesh: Mesh, args: tuple[Any, ...]) -> float:

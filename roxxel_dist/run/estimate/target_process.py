@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from roxxel_dist.devices.targets import Target, process_environment
+from roxxel_dist.devices.targets import Target
 from roxxel_dist.process import interrupt
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.file_lock import print_line
@@ -47,7 +47,7 @@ def call_for_target(target: Target, function: Callable[..., Any], *args: Any) ->
         held.callback(ours.close)
         process = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(theirs.fileno())],
-            env=process_environment(target),
+            env={**os.environ, **target.environment()},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,

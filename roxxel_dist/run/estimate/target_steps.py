@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,20 +13,10 @@ from jax.sharding import Mesh
 from roxxel_dist.cluster.jax_private import assume_compute_capability
 from roxxel_dist.cluster.mesh import one_device
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.devices.accelerators import accelerator
-from roxxel_dist.devices.program_cost import ProgramCost, program_cost
+from roxxel_dist.devices.program_cost import ProgramCost
 from roxxel_dist.devices.targets import GPUS, Target, hosts_of, is_too_large, memory_in
 from roxxel_dist.run.components import RunComponents, build_components
-from roxxel_dist.run.estimate.step_costs import (
-    COMPUTE,
-    LINKS,
-    MEMORY,
-    PartCost,
-    costs_of,
-    link_seconds,
-    roofline_seconds,
-    sum_costs,
-)
+from roxxel_dist.run.estimate.step_costs import PartCost, bounds, costs_of, roofline_seconds
 from roxxel_dist.run.estimate.target_process import Report
 from roxxel_dist.settings.config import Config
 from roxxel_dist.train.exact.cost import Key, key_of
@@ -92,39 +81,26 @@ class TargetCompiler:
         if target.is_gpu:
             assume_compute_capability(GPUS[target.kind].capability)
 
-    def measure(
-        self, what: str, mesh: Mesh, jitted: Any, args: tuple[Any, ...], flops: float
-    ) -> tuple[TargetStep, Any]:
-        """(the cost of a jitted function for such (abstract) arguments, its program or None if it does not fit).
-
-        Args:
-            what: for messages.
-            mesh: of the run; while it is traced, that of the last argument, a batch, is set.
-            jitted: made by `jax.jit`.
-            args: `jax.ShapeDtypeStruct`s with shardings.
-            flops: of the same step on one device.
-        """
-        start, program, message = time.perf_counter(), None, ""
+    def compile(self, what: str, mesh: Mesh, jitted: Any, args: Sequence[Any]) -> Any:
+        """The program of a jitted function for such `jax.ShapeDtypeStruct`s with shardings; while it is traced, the
+        mesh of the last one, a batch, is set, else this one. Raises TooLarge."""
         self._report(what, False)
         try:
             with jax.set_mesh(mesh_of(args[-1], mesh)):
                 options = self.target.compiler_options
-                program = jitted.lower(*args).compile(compiler_options=None if options is None else dict(options))
+                return jitted.lower(*args).compile(compiler_options=None if options is None else dict(options))
         except jax.errors.JaxRuntimeError as error:
-            message = str(error)
-            if not is_too_large(message):
+            if not is_too_large(str(error)):
                 raise
+            raise TooLarge(memory_in(str(error))[0]) from error
         finally:
             self._report(what, True)
-        seconds = time.perf_counter() - start
-        if program is None:
-            needs, _ = memory_in(message)
-            known = {"device_bytes": self.device_bytes, "fits": False, "compile_seconds": seconds}
-            return TargetStep(peak_bytes=needs, **known), None
-        cost = program_cost(program.as_text(), hosts_of(list(mesh.devices.flat)))
-        peak, device_kind = StepMemory.of_program(program).peak, mesh.devices.flat[0].device_kind
+
+    def step(self, cost: ProgramCost, peak: int, mesh: Mesh, flops: float, seconds: float) -> TargetStep:
+        """A step of such a cost and memory, compiled in so many seconds, beside its `flops` on one device."""
+        device_kind = mesh.devices.flat[0].device_kind
         costs = costs_of(cost, device_kind)
-        step = TargetStep(
+        return TargetStep(
             peak_bytes=peak,
             device_bytes=self.device_bytes,
             fits=self.device_bytes is None or peak <= self.device_bytes,
@@ -137,40 +113,34 @@ class TargetCompiler:
             roofline_seconds=roofline_seconds(costs) if costs else None,
             compile_seconds=seconds,
         )
-        return step, program
 
 
-class _TooLarge(Exception):
-    """A program does not fit."""
+class TooLarge(Exception):
+    """A program does not fit; `bytes` are those that it needs, where its compiler says them."""
+
+    def __init__(self, needs: int | None) -> None:
+        super().__init__(needs)
+        self.bytes = needs
 
 
 class TargetPrograms:
-    """The programs of a step, compiled for a target, each once: what `Steps.count_calls` takes to compile.
-
-    Args:
-        target: its compiler.
-        mesh: of the run.
-        what: (name of a program) -> what it is, for messages.
-
-    Attributes:
-        costs: of one call of each.
-        programs: likewise.
-    """
+    """The programs of a step on a mesh, compiled for a target, each once; `what` says what a program of a name is, for
+    messages, and `seconds` what they took to trace and compile."""
 
     def __init__(self, target: TargetCompiler, mesh: Mesh, what: Callable[[str], str]) -> None:
         self._target, self._mesh, self._what = target, mesh, what
-        self.costs: dict[Key, TargetStep] = {}
-        self.programs: dict[Key, Any] = {}
+        self._known: dict[Key, Any] = {}
+        self.seconds: float = 0.0
 
     def one(self, jitted: Any, args: Sequence[Any], mesh: Mesh) -> Any:
-        """`Compiler.one`. Raises _TooLarge."""
-        key = key_of(jitted, args)
-        if key not in self.costs:
-            self.costs[key], program = self._target.measure(self._what(jitted.__name__), mesh, jitted, tuple(args), 0.0)
-            if program is None:
-                raise _TooLarge
-            self.programs[key] = program
-        return self.programs[key]
+        """`Compiler.one`. Raises TooLarge."""
+        key, begun = key_of(jitted, args), time.perf_counter()
+        if key not in self._known:
+            try:
+                self._known[key] = self._target.compile(self._what(jitted.__name__), mesh, jitted, args)
+            finally:
+                self.seconds += time.perf_counter() - begun
+        return self._known[key]
 
     def each(self, jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
         """`Compiler.each`."""
@@ -181,7 +151,7 @@ class TargetPrograms:
 def measure_step(
     target: TargetCompiler, what: str, steps: Steps, kind: Kind, batch: Any, flops: float, simulated: Steps
 ) -> tuple[TargetStep, StepMemory | None]:
-    """(the cost of a step: of each of its programs, times how often it runs it; its memory, None if it does not fit).
+    """(the cost of a step; its memory, None if it does not fit).
 
     Args:
         target: its compiler, which compiles each program once.
@@ -190,52 +160,16 @@ def measure_step(
         kind: which step is meant.
         batch: as shapes.
         flops: of the same step on one device.
-        simulated: see `Steps.count_calls`.
+        simulated: see `Steps.cost`.
     """
     many = isinstance(steps.program(kind), Composite)
-    compiled = TargetPrograms(target, steps.mesh, lambda name: f"{what}, {name}" if many else what)
+    programs = TargetPrograms(target, steps.mesh, lambda name: f"{what}, {name}" if many else what)
     try:
-        calls, programs = steps.count_calls(kind, batch, Compiler(compiled.one, compiled.each), simulated)
-    except _TooLarge:
-        refused = next(cost for cost in compiled.costs.values() if cost.flops_per_device is None)
-        seconds = sum(cost.compile_seconds for cost in compiled.costs.values())
-        return dataclasses.replace(refused, compile_seconds=seconds), None
-    own, sent, gathered, limits = 0.0, Counter[str](), dict[str, float](), Counter[str]()
-    for key, count in calls.items():
-        cost = compiled.costs[key]
-        own += count * (cost.flops_per_device or 0.0)
-        gathered |= cost.gathered
-        for total, part in ((sent, cost.collectives), (limits, cost.bound_seconds)):
-            for name, value in part.items():
-                total[name] += count * value  # pyright: ignore[reportArgumentType]
-    parts = sum_costs((compiled.costs[key].costs, count) for key, count in calls.items())
-    memory = steps.compiled_memory(kind, batch, programs)
-    step = TargetStep(
-        peak_bytes=memory.peak,
-        device_bytes=target.device_bytes,
-        fits=target.device_bytes is None or memory.peak <= target.device_bytes,
-        flops_per_device=own,
-        flops_ratio=own * steps.mesh.size / flops if flops else None,
-        collectives=dict(sent),
-        gathered=gathered,
-        bound_seconds=dict(limits),
-        costs=parts,
-        roofline_seconds=roofline_seconds(parts) if parts else None,
-        compile_seconds=sum(cost.compile_seconds for cost in compiled.costs.values()),
-    )
-    return step, memory
-
-
-def bounds(cost: ProgramCost, device_kind: str) -> dict[str, float]:
-    """Seconds by "compute", "memory" and "links", from the table of data sheets; empty for an unknown device."""
-    known = accelerator(device_kind)
-    if known is None:
-        return {}
-    return {
-        COMPUTE: cost.flops / (known.tera_flops * 1e12),
-        MEMORY: cost.bytes_accessed / (known.gigabytes_per_s * 1e9),
-        LINKS: link_seconds(known, sum(cost.collectives.values()), cost.network_bytes),
-    }
+        cost, memory = steps.cost(kind, batch, Compiler(programs.one, programs.each), simulated)
+    except TooLarge as error:
+        known = {"device_bytes": target.device_bytes, "compile_seconds": programs.seconds}
+        return TargetStep(peak_bytes=error.bytes, fits=False, **known), None
+    return target.step(cost, memory.peak, steps.mesh, flops, programs.seconds), memory
 
 
 COMPILED_AT_ONCE = 2

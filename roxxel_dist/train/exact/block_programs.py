@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,25 +26,17 @@ from roxxel_dist.train.exact.block_update import (
     SquaresOfBlocks,
     scalars_of,
 )
-from roxxel_dist.train.exact.blocks import (
-    Blocks,
-    BlockSums,
-    Ownership,
-    Parts,
-    Selection,
-    compile_across,
-    gather_blocks,
-)
+from roxxel_dist.train.exact.blocks import Blocks, BlockSums, Ownership, Parts, Selection, compile_across, gather_blocks
 from roxxel_dist.train.exact.compiled_step import Exchange
 from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms, Sums
 from roxxel_dist.train.exact.layout import Programs, ShardLayout, shapes_of
 from roxxel_dist.train.exact.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
-from roxxel_dist.train.step.average import inner_state, next_average
-from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
+from roxxel_dist.train.step.average import next_average
+from roxxel_dist.train.step.bad_steps import LossMonitorState
 from roxxel_dist.train.step.compile import Compiler
-from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
+from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm
 from roxxel_dist.train.step.state import TrainState
-from roxxel_dist.train.step.step import EMA, SPIKE_FACTOR, Hparams, Loss, Metrics, divisor
+from roxxel_dist.train.step.step import EMA, Hparams, Loss, Metrics, divisor, step_metrics, update_parameters
 
 Join = Callable[[Any, Model, Leaves], tuple[Sums, Leaves]]
 """(sums of all shards as they were added up, model, counts of random streams) -> (the same as `Sums`, the counts)."""
@@ -135,19 +126,14 @@ class BlockPrograms:
             for name, leaf in whole.statistics.items()
         }
         scalars = {name: value / counted for name, value in whole.scalars.items()}
-        loss = Loss(whole.loss / counted, scalars, whole.row_loss, row_weight=whole.row_weight)
-        row_loss, row_weight = jax.tree.map(jnp.float32, (loss.row_loss, loss.row_weight))
-        scalars = {**scalars, "loss": loss.loss, "grad_norm": norm}
-        if (rate := self.optimizer.rate(settings, step)) is not None:
-            scalars["lr"] = rate
-        scalars = jax.tree.map(jnp.float32, scalars)
-        skip = self.programs.skip_bad
-        health, bad = update_monitor(health, step + 1, scalars["loss"], norm, model.hparams[SPIKE_FACTOR], skip=skip)
+        loss = Loss(whole.loss / counted, scalars, whole.row_loss, row_weight=whole.row_weight, load=whole.load)
+        skip, norms = self.programs.skip_bad, {"grad_norm": norm}
+        metrics, bad = step_metrics(self.optimizer, settings, step, health, loss, norms, skip_bad=skip)
         rest = {**model.rest, **counts, **means}
         if skip:
             rest = jax.tree.map(partial(jnp.where, bad), model.rest, rest)
-        shared = Numbers(whole.weight, norm, loss.minimized, step, health.good, bad)
-        return shared, Rest(step + 1, rest, health), small, Metrics(scalars, row_loss, row_weight, health, whole.load)
+        shared = Numbers(whole.weight, norm, loss.minimized, step, metrics.health.good, bad)
+        return shared, Rest(step + 1, rest, metrics.health), small, metrics
 
     def update(
         self, selection: Selection, own: list[Any], common: list[Any], parts: Parts, numbers: Numbers, hparams: Hparams
@@ -156,9 +142,8 @@ class BlockPrograms:
         parameters or a block of each, as `Selection.leaves` gives them."""
         before = params, opt_state = selection.tree(own, common)
         grads = self.gradient(parts, numbers.weight)
-        rule = self.optimizer.build(self.optimizer.for_batch(hparams, self.batch), numbers.step, numbers.norm)
-        changes, inner = updates_of(rule, grads, inner_state(opt_state), params, numbers.loss)
-        after: Any = optax.apply_updates(params, changes)
+        args = self.optimizer.for_batch(hparams, self.batch), numbers.step, grads, params, opt_state
+        changes, after, inner = update_parameters(self.optimizer, *args, numbers.loss, numbers.norm)
         inner = next_average(opt_state, inner, after, hparams.get(EMA), numbers.good)
         leaves = jax.tree.leaves((after, inner))
         if self.programs.skip_bad:
@@ -234,7 +219,7 @@ class BlockCompiler:
         return self.compiler.each(jax.jit(function, donate_argnums=donate), shapes_of(args), self.layout.devices)
 
     def _flat(self, share: Any, blocks: int) -> Any:
-        """Of so many blocks, of the shape of a device's share."""
+        """Shape of so many blocks, of of a device's share."""
         return jax.ShapeDtypeStruct((1, share.shape[1] // self.ownership.most * blocks), np.float32)
 
     def _squares(self, shares: Packed, rest: Packed) -> SquaresOfBlocks:
@@ -251,7 +236,7 @@ class BlockCompiler:
         )
 
     def _numbers(self, ranges: Sequence[range]) -> BlockNumbers:
-        """For devices that compute these blocks."""
+        """Numbers of blocks, for devices that compute these."""
         layout, most, count = self.layout, max(map(len, ranges)), self.ownership.count
 
         def stack_numbers(each: list[jax.Array]) -> jax.Array:
@@ -299,7 +284,7 @@ class BlockCompiler:
         )
 
     def _group(self, number: int, chunks: Sequence[Any], inputs: Any) -> Group:
-        """Of large parameters."""
+        """A group of large parameters."""
         arrays = self._arrays(self.blocks.groups[number])
         selection, programs = arrays.selection, self.programs
 

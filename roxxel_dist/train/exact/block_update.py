@@ -116,8 +116,7 @@ class Gather:
         wholes = [iter(own) for own in copies(self.program(given), self.layout.devices)]
         return [
             jax.tree.unflatten(
-                treedef,
-                [next(whole) if is_cut(leaf) else part for leaf, part in zip(self.like, own, strict=True)],
+                treedef, [next(whole) if is_cut(leaf) else part for leaf, part in zip(self.like, own, strict=True)]
             )
             for own, whole in zip(slices, wholes, strict=True)
         ]
@@ -192,12 +191,7 @@ class Group:
     update: Programs
 
     def run(
-        self,
-        layout: ShardLayout,
-        slices: StateLeaves,
-        gathered: StateLeaves,
-        grads: Sequence[Any],
-        inputs: Inputs,
+        self, layout: ShardLayout, slices: StateLeaves, gathered: StateLeaves, grads: Sequence[Any], inputs: Inputs
     ) -> tuple[list[Any], list[Any], jax.Array]:
         """(the arrays as they are kept, the optimizer's own numbers, by device; the squares of the changes).
 

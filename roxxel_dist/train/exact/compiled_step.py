@@ -265,12 +265,7 @@ class Sent:
 
     @classmethod
     def compile_sending(
-        cls,
-        layout: ShardLayout,
-        names: Sequence[str],
-        packed: Packed,
-        owner: Ownership | None,
-        compiler: Compiler,
+        cls, layout: ShardLayout, names: Sequence[str], packed: Packed, owner: Ownership | None, compiler: Compiler
     ) -> "Sent":
         """The sending of such packed sums, of which a device gets all, or its share as an `owner` of blocks."""
         parts = [subtrees(layout.shards_of(device)) for device in layout.line.devices.flat]

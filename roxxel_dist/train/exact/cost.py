@@ -20,7 +20,7 @@ from roxxel_dist.train.exact.blocks import Selection
 from roxxel_dist.train.exact.compiled_step import SumTree, subtrees
 from roxxel_dist.train.exact.gradient import Packed, ShardPrograms
 from roxxel_dist.train.exact.layout import ShardLayout, shapes_of
-from roxxel_dist.train.exact.long_shapes import LongSums
+from roxxel_dist.train.exact.long_rows import LongSums
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST
 from roxxel_dist.train.exact.step import RowSums, ShardedEvaluation, ShardedStep
 from roxxel_dist.train.step.compile import Compiler, StepMemory
@@ -55,15 +55,13 @@ class ShardedMemory:
     @property
     def jitted(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """(jitted, its arguments) of the programs of a shard that take most."""
-        if isinstance(self.sums, RowSums):
-            return [(self.sums.jitted, self.sums.args)]
-        shapes, programs = self.sums.shapes, self.sums.shapes.programs
-        return [
-            (jax.jit(programs.after_back), shapes.after_back),
-            (jax.jit(programs.before_back), shapes.before_back),
-            (jax.jit(programs.losses_back), shapes.losses),
-            (jax.jit(self.sums.join), self.sums.args),
-        ]
+        found = [(self.sums.jitted, self.sums.args)]
+        if isinstance(self.sums, LongSums):
+            shapes, programs = self.sums.shapes, self.sums.shapes.programs
+            found.append((jax.jit(programs.after_back), shapes.after_back))
+            found.append((jax.jit(programs.before_back), shapes.before_back))
+            found.append((jax.jit(programs.losses_back), shapes.losses))
+        return found
 
     def compile(self, compiler: Compiler, *args: Any) -> StepMemory:
         """`Composite.compile`, but of these programs alone, on one device: they are measured, and not called."""
@@ -135,7 +133,7 @@ def long_peaks(own: LongSums, state: TrainState, hparams: Hparams, temporaries: 
     depth, cut = shapes.programs.layers, shapes.programs.cut
     of_block = most * whole_bytes(kept)
     # Keys and values of the rows of a device, and of one row the sums of their gradients.
-    rows = whole_bytes(shapes.kv) * (max(1, most // cut.parts) if layout.is_even else 2 * layout.count // cut.parts)
+    rows = whole_bytes(shapes.kv) * (max(1, most // cut.parts) if layout.is_even else layout.count // cut.parts)
     sums = sum(math.prod(leaf.shape) * 4 for leaf in shapes.kv)
     of_layer, top = trees * (uses[BEFORE] + uses[AFTER]), trees * uses[LAST]
     inputs = most * whole_bytes((shapes.piece, shapes.segments))
@@ -215,14 +213,8 @@ def simulated_mesh(mesh: Mesh) -> Mesh:
 def count_calls(
     step: ShardedStep | ShardedEvaluation, number: int, programs: Mapping[Key, Any], args: tuple[Any, ...]
 ) -> Counter[Key]:
-    """How often a device runs each program in one step.
-
-    Args:
-        step: on a `simulated_mesh`.
-        number: of the device, among all.
-        programs: of the target.
-        args: of the step, on the target, as shapes with shardings.
-    """
+    """How often one of all devices, by its number, runs each program in one `step` on a `simulated_mesh`; the
+    `programs` and the step's `args`, shapes with shardings, are those of the target."""
     mesh = step.layout.mesh
 
     def placed(leaf: Any) -> Any:
@@ -240,13 +232,8 @@ def count_calls(
 
 
 class CountedPrograms:
-    """The same programs on simulated devices: they give arrays of zeros, which take no memory.
-
-    Args:
-        programs: of the target.
-        mesh: of the simulated devices.
-        device: of them, whose calls are counted.
-    """
+    """The programs of a target on simulated devices: they give arrays of zeros, which take no memory, and calls on
+    `device` are counted."""
 
     def __init__(self, programs: Mapping[Key, Any], mesh: Mesh, device: Any) -> None:
         self._programs, self._mesh, self._device = programs, mesh, device

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from roxxel_dist.model.loss import END_NATS
 from roxxel_dist.model.split import Leaves, ModuleSplit
@@ -22,11 +21,11 @@ from roxxel_dist.train.step.step import (
     Hparams,
     Loss,
     LossFn,
+    count_predicted,
     divisor,
     measure,
     micro_batches,
-    predicted,
-    weighted,
+    weigh,
 )
 
 TILE = 1024
@@ -42,7 +41,7 @@ def wide(dtype: Any) -> Any:
 
 
 def pack(tree: Any) -> Packed:
-    """All leaves of a tree, flat and behind each other, by their types for sums."""
+    """The leaves of a tree, flat and behind each other, by their types for sums."""
     by_type: dict[str, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(tree):
         kind = wide(leaf.dtype)
@@ -126,7 +125,7 @@ class ShardPrograms:
 
         def gradient(rest: Leaves, rows: Any) -> tuple[Leaves, Leaves, Loss]:
             grads, (rest, loss) = jax.grad(loss_of, has_aux=True)(params, rest, rows)
-            return jax.tree.map(lambda grad: weighted(grad.astype(wide(grad.dtype)), loss.weight), grads), rest, loss
+            return jax.tree.map(lambda grad: weigh(grad.astype(wide(grad.dtype)), loss.weight), grads), rest, loss
 
         if count == 1:
             grads, after, loss = gradient(streams, rows)
@@ -142,7 +141,7 @@ class ShardPrograms:
             zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, wide(param.dtype)), params)
             (grads, after), losses = jax.lax.scan(add, (zeros, streams), pieces)
         loss, weight = jnp.float32(losses.loss), losses.weight
-        scalars = {name: weighted(jnp.float32(value), weight).sum() for name, value in losses.scalars.items()}
+        scalars = {name: weigh(jnp.float32(value), weight).sum() for name, value in losses.scalars.items()}
         counted = jnp.float32(count) if weight is None else jnp.float32(weight).sum()
 
         def of_all_rows(values: jax.Array | None) -> jax.Array | None:
@@ -152,10 +151,10 @@ class ShardPrograms:
             return jax.lax.dynamic_update_slice(jnp.zeros(own.size * self.shards), own, (shard * own.size,))
 
         # A key goes through a scan over layers as another array, and stays what it is: a stream changes its count.
-        counts, statistics = random_counts(self.split) & changed, changed - random_keys(rest)
+        counts, statistics = random_counts(self.split, rest) & changed, changed - random_keys(rest)
         sums = Sums(
             grads,
-            weighted(loss, weight).sum(),
+            weigh(loss, weight).sum(),
             counted,
             scalars,
             of_all_rows(losses.row_loss),
@@ -169,10 +168,10 @@ class ShardPrograms:
     def losses(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Packed:
         """The packed sums of the losses of a virtual shard, dropout off: see `mean_losses`."""
         loss = self._evaluated(params, rest, hparams, rows)
-        weight = jnp.float32(predicted(rows) if loss.weight is None else loss.weight)
-        scalars = [weighted(jnp.float32(loss.scalars[name]), weight) for name in _means(loss.scalars)]
+        weight = jnp.float32(count_predicted(rows) if loss.weight is None else loss.weight)
+        scalars = [weigh(jnp.float32(loss.scalars[name]), weight) for name in _means(loss.scalars)]
         ends = None if self.end is None else jnp.float32(loss.scalars[END_NATS])
-        return pack((weighted(jnp.float32(loss.loss), weight), weight, scalars, ends))
+        return pack((weigh(jnp.float32(loss.loss), weight), weight, scalars, ends))
 
     def _evaluated(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Loss:
         model = self.split.merge(params, rest, hparams, training=False, dtype=self.compute_dtype)
@@ -213,14 +212,9 @@ def random_keys(rest: Leaves) -> set[str]:
     return {name for name, leaf in rest.items() if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}
 
 
-def random_counts(split: ModuleSplit) -> set[str]:
+def random_counts(split: ModuleSplit, rest: Leaves) -> set[str]:
     """The names of the leaves that count what was drawn from a random stream."""
-    variables = jax.tree.leaves(split.rest.state({name: name for name in split.rest.names}), is_leaf=_is_variable)
-    return {name for variable in variables if isinstance(variable, nnx.RngCount) for name in jax.tree.leaves(variable)}
-
-
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
+    return set(split.rest.streams) - random_keys(rest)
 
 
 def check_statistics(statistics: Leaves) -> None:

@@ -65,7 +65,7 @@ def check_virtual_shards(
             f"virtual_shards is {count}, and expert_devices is {mesh.shape[EXPERT]}: an expert's product is of rows of "
             f"several shards, whose number changes how it is added. Use fsdp, or set virtual_shards to 0"
         )
-    if mesh.shape.get(TENSOR, 1) > 1 or (mesh.axis_names != AXES and _axes_in_use(mesh) > 1):
+    if mesh.shape.get(TENSOR, 1) > 1 or (mesh.axis_names != AXES and sum(size > 1 for size in mesh.devices.shape) > 1):
         raise UserError(
             f"virtual_shards is {count}, and the mesh is {dict(mesh.shape)}: devices that share a product add it in "
             f"another order. Leave tensor_devices and meshes of your own with several axes out, or set virtual_shards "
@@ -87,10 +87,6 @@ def check_virtual_shards(
                 f"{phase}, which is not a multiple of virtual_shards ({count}){accumulated}: use a multiple of "
                 f"{count * grad_accum}"
             )
-
-
-def _axes_in_use(mesh: Mesh) -> int:
-    return sum(size > 1 for size in mesh.devices.shape)
 
 
 def _check_long_rows(phase: str, count: int, shape: Shape, grad_accum: int, mesh: Mesh, cuts_rows: bool) -> None:
@@ -175,7 +171,7 @@ class ShardLayout:
 
     @cached_property
     def line(self) -> Mesh:
-        """All devices along one axis, in the order of the rows that they hold."""
+        """The devices along one axis, in the order of the rows that they hold."""
         mesh = self.mesh
         if not self.is_even:
             return Mesh(mesh.devices.reshape(-1), (SHARDS,), axis_types=(AxisType.Auto,))
@@ -251,7 +247,7 @@ class DeviceStates:
 
     @property
     def whole(self) -> TrainState:
-        """The same arrays as global ones; they are not copied."""
+        """The state as global arrays; they are not copied."""
         if self._whole is None:
             whole: TrainState = jax.tree.map(
                 lambda leaf, *parts: jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, list(parts)),

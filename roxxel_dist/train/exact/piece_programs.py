@@ -50,8 +50,8 @@ def split_tokens(cut: RowCut, x_L: jax.Array, *, repeat: bool = True) -> jax.Arr
 
 def keys_of_shard(cut: RowCut, shard: jax.Array, mask: Mask) -> Blocks:
     """Which blocks of keys of its row each block of a shard attends to; `mask`: its segments are int32[M, C]."""
-    numbers, of_k = cut.numbers(shard), mask.labels(lambda x: x[:, None])
-    return Blocks.between(numbers, cut.size, of_k.labels(lambda x: x[numbers]), of_k)
+    numbers, of_k = cut.numbers(shard), mask.map_labels(lambda x: x[:, None])
+    return Blocks.between(numbers, cut.size, of_k.map_labels(lambda x: x[numbers]), of_k)
 
 
 def only_block(blocks: Any) -> Block:
@@ -73,14 +73,8 @@ def attention_inputs(block: Block, x_NxCxD: jax.Array, position_NxC: jax.Array) 
 def finish_block(
     block: Block, x_NxCxD: jax.Array, mixed: jax.Array, normed_NxCxD: jax.Array | None
 ) -> tuple[jax.Array, Balance]:
-    """[N, C, D] the output of a block, and the balance of its experts.
-
-    Args:
-        block: with its random streams.
-        x_NxCxD: its input.
-        mixed: [N, 1, G, H / G, C, V], what the heads gathered.
-        normed_NxCxD: for a gate.
-    """
+    """([N, C, D] the output of a block with its random streams, the balance of its experts) from its input, what the
+    heads gathered, [N, 1, G, H / G, C, V], and for a gate the normed input."""
     heads = jnp.moveaxis(mixed[:, 0], -2, 1)  # [N, C, G, H / G, V]
     return block.finish(x_NxCxD, heads.reshape(*heads.shape[:2], -1, heads.shape[-1]), normed_NxCxD)
 
@@ -243,7 +237,7 @@ class PiecePrograms:
         return grads, d_x, d_q, d_normed, tuple(d_kv)
 
     def _keys(self, shard: Any, segments: Any, q: jax.Array) -> Blocks:
-        mask = replace(mask_of(self.config).scaled(q.shape[-1]), window=self.config.window, segments=segments)
+        mask = replace(mask_of(self.config).with_scale(q.shape[-1]), window=self.config.window, segments=segments)
         return keys_of_shard(self.cut, shard, mask)
 
     def losses(self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: Balance) -> Packed:
@@ -330,7 +324,7 @@ class PiecePrograms:
         module = split.merge(*model, training=True)
         module.states(jnp.zeros((1, 1), jnp.int32))
         after = split.rest_of(module)
-        return {name: after[name] for name in sorted(random_counts(split))}
+        return {name: after[name] for name in sorted(random_counts(split, after))}
 
 
 def _embed(model: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:

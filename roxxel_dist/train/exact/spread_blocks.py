@@ -127,21 +127,6 @@ class SpreadArrays:
             put=compiler.one(put, (list(like), blocks, index), layout.mesh),
         )
 
-    def global_arrays(self, parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        """Global arrays of the slices of the devices of this process."""
-        return [_global_array(leaf.shape, leaf.sharding, each) for leaf, *each in zip(self.like, *parts, strict=True)]
-
-    def block(self, arrays: list[jax.Array], index: jax.Array) -> list[list[jax.Array]]:
-        """A block of each, by device of this process."""
-        return copies(self.fetch(arrays, index), self.layout.devices)
-
-    def with_block(
-        self, arrays: list[jax.Array], block: Sequence[Sequence[jax.Array]], index: jax.Array
-    ) -> list[jax.Array]:
-        """The arrays with a block of each, which all devices have."""
-        whole = NamedSharding(self.layout.mesh, P())
-        return self.put(arrays, [_global_array(each[0].shape, whole, each) for each in zip(*block, strict=True)], index)
-
 
 def _global_array(shape: tuple[int, ...], sharding: NamedSharding, parts: Sequence[jax.Array]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, list(parts), dtype=parts[0].dtype)
@@ -212,17 +197,20 @@ class SpreadGroup:
         """
         layout = self.arrays.layout
         grads.clear()
-        arrays, sums = self.arrays.global_arrays(own), [line_array(layout, each) for each in zip(*chunks, strict=True)]
+        slices, whole = zip(self.arrays.like, *own, strict=True), NamedSharding(layout.mesh, P())
+        arrays = [_global_array(leaf.shape, leaf.sharding, each) for leaf, *each in slices]
+        sums = [line_array(layout, each) for each in zip(*chunks, strict=True)]
         chunks.clear()
         squares: list[list[jax.Array]] = [[] for _ in own]
         for on_mesh, on_line in self.numbers:
-            blocks = self.arrays.block(arrays, on_mesh)
+            blocks = copies(self.arrays.fetch(arrays, on_mesh), layout.devices)
             found = copies(self.gradients(sums, on_line), layout.devices)
             done = [
                 update(block, numbers, grad, *given)
                 for update, block, numbers, grad, given in zip(self.update, blocks, common, found, inputs, strict=True)
             ]
-            arrays = self.arrays.with_block(arrays, [block for block, _, _ in done], on_mesh)
+            new = zip(*(block for block, _, _ in done), strict=True)
+            arrays = self.arrays.put(arrays, [_global_array(each[0].shape, whole, each) for each in new], on_mesh)
             for each, (_, _, square) in zip(squares, done, strict=True):
                 each.append(square)
         return copies(arrays, layout.devices), self.squares.run(squares)[0]

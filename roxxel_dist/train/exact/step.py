@@ -17,14 +17,7 @@ from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.exact.block_programs import BlockPrograms
 from roxxel_dist.train.exact.block_update import Gather, copies
 from roxxel_dist.train.exact.blocks import block_dimensions
-from roxxel_dist.train.exact.compiled_step import (
-    CompiledStep,
-    Exchange,
-    HparamCopies,
-    Reduction,
-    RowCutter,
-    RowStep,
-)
+from roxxel_dist.train.exact.compiled_step import CompiledStep, Exchange, HparamCopies, Reduction, RowCutter, RowStep
 from roxxel_dist.train.exact.gradient import Model, Packed, ShardPrograms
 from roxxel_dist.train.exact.layout import Programs, ShardLayout, rows_like, shapes_of
 from roxxel_dist.train.exact.long_rows import CompiledLongEvaluation, CompiledLongStep
@@ -119,12 +112,7 @@ class ShardedEvaluation:
     layout: ShardLayout
 
     def compile(
-        self,
-        compiler: Compiler,
-        params: Leaves,
-        rest: Leaves,
-        hparams: Hparams,
-        batch: Any,
+        self, compiler: Compiler, params: Leaves, rest: Leaves, hparams: Hparams, batch: Any
     ) -> "CompiledEvaluation":
         """The programs for such (abstract) arguments."""
         layout, programs = self.layout, self.programs

@@ -30,7 +30,7 @@ class TrackerError(Exception):
 
 
 class Tracker(Protocol):
-    """Where rows go.
+    """A receiver of rows.
 
     Optional: `text(text)` for one that shows lines to people; `durable = True` for one that is called at once, on the
     loop's own thread; `status(record)` for a live display, which is given the newest record alone, five times a second
@@ -46,7 +46,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close: nothing more comes."""
         ...
 
 
@@ -196,7 +196,8 @@ class _Worker(threading.Thread):
                 self._make(call)
 
     def abandon(self) -> None:
-        """Its tracker hangs: whatever it says now comes too late, and nothing of it may hold up this process."""
+        """Give up a tracker that hangs: whatever it says now comes too late, and nothing of it may hold up this
+        process."""
         self._failed, self._log = True, lambda text: None
         expect_a_hang(type(self.tracker).__name__)
         helper = threading.Thread(target=_failure, args=(self.tracker, "abandon", True), daemon=True)

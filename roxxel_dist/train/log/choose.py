@@ -151,4 +151,4 @@ class _OfTrainer:
         self._log_metrics(row["step"], row)
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing: the logger's maker closes it."""

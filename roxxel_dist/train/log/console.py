@@ -70,7 +70,7 @@ class ConsoleTracker:
 
 
 class TextTracker:
-    """The same lines with the time, appended to a file: a rank's own log where no launcher keeps one."""
+    """Appends lines with the time to a file: a rank's own log where no launcher keeps one."""
 
     def __init__(self, path: Path, total_steps: int = 0) -> None:
         self._path = path

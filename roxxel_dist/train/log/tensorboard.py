@@ -22,10 +22,6 @@ class TensorboardTracker:
     """Writes every scalar of every logged step, the config as hyperparameters, and the sample at the end as text.
 
     For rank 0 alone. The package is imported at the first row: where it is missing, a line says so.
-
-    Args:
-        run_dir: the run directory.
-        config: what TensorBoard shows as hyperparameters.
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:

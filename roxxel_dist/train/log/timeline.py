@@ -78,7 +78,7 @@ class Timeline:
             self._done = int(row["step"])
             self._end()
 
-    def finished(self) -> None:
+    def mark_finished(self) -> None:
         """The run has no step left: the time until a later start extends it does not count as down."""
         self._activity = FINISHED
         self._since = time.monotonic()

@@ -38,14 +38,8 @@ def _is_schedule_free(node: Any) -> bool:
 
 
 def next_average(before: Any, inner: Any, params: Leaves, decay: jax.Array | None, steps: jax.Array) -> Any:
-    """The optimizer's state after an update: the `inner` one, and beside it the average, where the state has one.
-
-    Args:
-        before: the optimizer's state before the update.
-        inner: that of the optax transformation after it.
-        params: after it.
-        decay: see `update_average`; None of a schedule-free optimizer, which has an average of its own.
-        steps: likewise.
+    """The optimizer's state after an update: the `inner` one of the optax transformation, and the average of `params`
+    where the state `before` has one; `decay`, None of a schedule-free optimizer, and `steps` as for `update_average`.
     """
     if not isinstance(before, Averaged):
         return inner

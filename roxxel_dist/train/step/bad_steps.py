@@ -84,11 +84,7 @@ def update_monitor(
 
 
 class BadStep(FloatingPointError):
-    """A step whose loss or gradient is no number, or whose loss is far above the ones before.
-
-    Attributes:
-        step: counted from 1.
-    """
+    """A step, counted from 1, whose loss or gradient is no number, or whose loss is far above the ones before."""
 
     def __init__(self, step: int, message: str) -> None:
         super().__init__(message)

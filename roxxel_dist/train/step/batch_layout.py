@@ -45,7 +45,7 @@ class BatchLayout:
         return self.cut == "rows" and not self.repeated and not self.shards
 
     def __str__(self) -> str:
-        """Such as "1 row, cut along the tokens over 8 devices"."""
+        """Words such as "1 row, cut along the tokens over 8 devices"."""
         who = "devices" if self.together == 1 else f"groups of {self.together} devices (tensor)"
         rows = f"{self.rows:,} row{'' if self.rows == 1 else 's'}"
         if self.shards:

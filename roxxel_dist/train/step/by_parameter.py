@@ -17,7 +17,7 @@ NO_MATRIX = re.compile(r"(^|\.)([^.]*embed[^.]*|head|lm_head|output_head|logits)
 """Names of embeddings and output heads, which Muon leaves to AdamW."""
 
 
-def decayed(params: Any, matrices: Mapping[str, Matrix] | None = None) -> Any:
+def decay_mask(params: Any, matrices: Mapping[str, Matrix] | None = None) -> Any:
     """Which parameters weight decay concerns: a tree of booleans, False for norms and biases.
 
     These are vectors, also where several are stacked or have their columns along several axes, as `matrices` says by

@@ -115,12 +115,12 @@ class AotCompiler:
             self._pool.submit(keep_noted_programs)  # now that those of rank 0 are kept
         return program
 
-    def shared(self, key: Hashable) -> bool:
+    def is_shared(self, key: Hashable) -> bool:
         """Whether every rank is known to have the program."""
         return key in self._shared
 
     def wait_together(self) -> None:
-        """Until every rank has all that it has begun to compile: as `get_together`, where it is not one program."""
+        """Wait until every rank has all that it began to compile: as `get_together`, where it is not one program."""
         for program in list(self._programs.values()):
             program.result()
         barrier("compiled", COMPILE_LIMIT_S)
@@ -135,7 +135,7 @@ class AotCompiler:
         counted = self._flops.get(key)
         return None if counted is None or counted.exception() is not None else counted.result()
 
-    def ready(self, key: Hashable) -> bool:
+    def is_ready(self, key: Hashable) -> bool:
         """Whether `get` would return at once."""
         return self._programs[key].done()
 

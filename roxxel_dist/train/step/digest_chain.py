@@ -31,12 +31,8 @@ class DigestChain:
         compiler.prepare(absorb, jax.jit(absorb), lanes, lanes, loss, on_mesh=False)
 
     def add(self, rows: Rows, loss: jax.Array) -> jax.Array:
-        """The digest after a step, uint32[4] on this process's first device; the host waits for nothing.
-
-        Args:
-            rows: of the global batch, so that every process has the same digest.
-            loss: float32[], the same on all devices of the compiler's mesh.
-        """
+        """The digest after a step, uint32[4] on this process's first device, from the rows of the global batch and the
+        loss, float32[], which all devices have; the host waits for nothing."""
         lanes = jax.device_put(self._lanes, self._device) if isinstance(self._lanes, np.ndarray) else self._lanes
         if self._advance is None:
             self._advance = self._compiler.get(absorb)

@@ -102,17 +102,10 @@ def accumulation(
     grad_accum: int,
     compute_dtype: Any,
 ) -> Accumulation:
-    """How a step adds up its micro-batches.
+    """How a step adds up `grad_accum` micro-batches of a batch of `shape`, (rows, tokens); arrays may be abstract.
 
-    Args:
-        split: the model.
-        loss_fn: of the step.
-        like: the state, or its shapes and shardings.
-        hparams: of the step, or their shapes.
-        sharding: of batches, before it is fitted to one.
-        shape: (rows, tokens) of a batch.
-        grad_accum: micro-batches.
-        compute_dtype: of the parameters in the forward and backward pass; None: their own.
+    `sharding` is that of batches, before it is fitted to one; `compute_dtype` is that of parameters in the forward and
+    backward pass, None for their own.
     """
     mesh, count = sharding.mesh, micro_batches(grad_accum, shape[0])
     axes = tuple(axis for axis in _entries(sharding.spec[:1])[0] if mesh.shape[axis] > 1) if sharding.spec else ()

@@ -19,7 +19,7 @@ from roxxel_dist.model.split import Matrix
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.step.average import Averaged, begin_average, inner_state, schedule_free_average
-from roxxel_dist.train.step.by_parameter import decayed, map_matrices, muon_part, scale_by_width
+from roxxel_dist.train.step.by_parameter import decay_mask, map_matrices, muon_part, scale_by_width
 from roxxel_dist.train.step.schedule import BATCH_TOKENS, LrSchedule, Settings, learning_rate, lr_factor
 
 LONG = 1 << 30
@@ -96,7 +96,7 @@ class FixedOptimizer:
     tx: optax.GradientTransformation
 
     def settings(self, total_steps: int) -> dict[str, float]:
-        """Nothing: the numbers are constants of the transformation."""
+        """No settings: the numbers are constants of the transformation."""
         del total_steps
         return {}
 
@@ -111,7 +111,7 @@ class FixedOptimizer:
         return self.tx
 
     def rate(self, settings: Settings, step: ArrayLike) -> None:
-        """None: the rate is hidden in the transformation."""
+        """No rate: it is hidden in the transformation."""
         del settings, step
 
 
@@ -278,7 +278,7 @@ class InitialState:
         return Averaged(state, begin_average(params)) if self.average or has_own else state
 
     def for_model(self, matrices: Mapping[str, Matrix]) -> "InitialState":
-        """The same for a model whose parameters are these matrices."""
+        """The initial state for a model whose parameters are these matrices."""
         return InitialState(for_model(self.optimizer, matrices), self.average)
 
 
@@ -327,7 +327,7 @@ def _optimizer(
     """The named optimizer. In each of them a step takes rate x decay of every decayed weight (Loshchilov & Hutter
     2019, arXiv 1711.05101), so that `weight_decay` means the same everywhere.
     """
-    b1, mask = config.beta1, partial(decayed, matrices=matrices)
+    b1, mask = config.beta1, partial(decay_mask, matrices=matrices)
     match config.optimizer:
         case "adamw" | "nadamw":  # Dozat 2016: Adam with Nesterov momentum
             nesterov = config.optimizer == "nadamw"
@@ -365,7 +365,7 @@ def _adafactor(rate: jax.Array, decay: jax.Array) -> optax.GradientTransformatio
         clipping_threshold=1.0,
         multiply_by_parameter_scale=False,
         weight_decay_rate=rate * decay,  # optax adds it after the rate  # pyright: ignore[reportArgumentType]
-        weight_decay_mask=decayed,
+        weight_decay_mask=decay_mask,
     )
 
 

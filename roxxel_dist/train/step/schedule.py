@@ -46,7 +46,7 @@ class LrSchedule:
 
     @property
     def rates(self) -> tuple[Any, ...]:
-        """All that the rate of a step follows from."""
+        """The numbers that the rate of a step follows from."""
         names = ("lr", "warmup_steps", "total_steps", "decay_steps", BATCH_TOKENS)
         return self.kind, self.scaling, *(self.settings.get(name) for name in names)
 

@@ -33,7 +33,7 @@ SLOW_S = 2.0
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. The fields' names are in every checkpoint."""
+    """What a step changes. The fields' names are in every checkpoint."""
 
     step: jax.Array
     """int32[]: optimizer steps done."""
@@ -72,18 +72,13 @@ class StateBuilder:
         fsdp: bool = False,
         dtype: Any = None,
     ) -> "StateBuilder":
-        """Split a module, or trace what makes one; nothing is computed.
+        """Split a module, the same on every process, or trace what makes one with random streams of its own; nothing is
+        computed.
 
-        Args:
-            model: a module, the same on every process, or a callable that makes one with random streams of its own.
-            init_optimizer: parameters to the optimizer's state, as an optax transformation's `init`.
-            mesh: devices of all processes.
-            fsdp: cut large parameters over the mesh's "fsdp", or its first axis where it has none. What a module asks
-                for itself (`nnx.with_partitioning`) holds in any case.
-            dtype: of all floating parameters, and so of the moments; None leaves them as they are.
-
-        Raises:
-            TypeError: the callable returns no module.
+        `init_optimizer` makes the optimizer's state of parameters, as an optax transformation's `init`. With `fsdp`
+        large parameters are cut over the mesh's "fsdp", or its first axis where it has none; what a module asks for
+        itself (`nnx.with_partitioning`) holds in any case. `dtype` is of all floating parameters, and so of the
+        moments; None leaves them as they are. Raises TypeError where the callable returns no module.
         """
         if isinstance(model, nnx.Module):
             split, *parts = split_module(model)
@@ -93,8 +88,8 @@ class StateBuilder:
             split = source.split
         return cls(split=split, source=source, init_optimizer=init_optimizer, mesh=mesh, fsdp=fsdp, dtype=dtype)
 
-    def on(self, mesh: Mesh, *, fsdp: bool = False) -> "StateBuilder":
-        """The same on another mesh; the model is not traced again."""
+    def on_mesh(self, mesh: Mesh, *, fsdp: bool = False) -> "StateBuilder":
+        """The builder on another mesh; the model is not traced again."""
         return replace(self, mesh=mesh, fsdp=fsdp)
 
     @cached_property
@@ -353,7 +348,7 @@ class TrainView:
 
     @property
     def evaluated(self) -> dict[str, jax.Array]:
-        """Those that are evaluated, by the same names: their average, where the run keeps one."""
+        """The parameters that are evaluated, by name: their average, where the run keeps one."""
         return self._state.evaluated
 
     @property

@@ -156,15 +156,11 @@ def make_step(
 ) -> Callable[[TrainState, Hparams, Any], tuple[TrainState, Metrics]]:
     """A jitted (state, hparams, batch) -> (state, metrics); the state passed in is donated, and keeps its shardings.
 
-    Args:
-        split: the model.
-        loss_fn: (model, batch) to what `unpack_loss` takes; a "balance_loss" is minimised too.
-        optimizer: see `optimizer.py`.
-        like: the state, or its shapes and shardings.
-        sharding: of a (rows, tokens) batch: int32[B, L], or a tuple of such arrays.
-        grad_accum: micro-batches, see `micro_batches`; divides a B that is larger.
-        compute_dtype: of parameters in the forward and backward pass; the optimizer keeps them in their own.
-        skip_bad: leave a bad step's update out (see `bad_steps.py`).
+    `loss_fn` is (model, batch) to what `unpack_loss` takes; a "balance_loss" is minimised too. `like` is the state, or
+    its shapes and shardings; `sharding` is that of a (rows, tokens) batch, int32[B, L], or a tuple of such arrays.
+    `grad_accum` micro-batches divide a B that is larger (`micro_batches`); `compute_dtype` is that of parameters in the
+    forward and backward pass, while the optimizer keeps them in their own; `skip_bad` leaves a bad step's update out
+    (`bad_steps.py`).
     """
 
     def loss_of(params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> tuple[jax.Array, Any]:
@@ -211,24 +207,56 @@ def apply_gradient(
 
     `optimizer` is the result of its `for_model`.
     """
-    transformation = optimizer.build(hparams, state.step)
-    updates, opt_state = updates_of(transformation, grads, inner_state(state.opt_state), state.params, loss.minimized)
-    params: Any = optax.apply_updates(state.params, updates)
-    scalars = {**loss.scalars, "loss": loss.loss, "grad_norm": global_norm(grads)}
-    scalars["update_norm"] = global_norm(updates)
-    if (rate := optimizer.rate(hparams, state.step)) is not None:
-        scalars["lr"] = rate
-    scalars = jax.tree.map(jnp.float32, scalars)
-    health, bad = update_monitor(
-        state.health, state.step + 1, scalars["loss"], scalars["grad_norm"], hparams[SPIKE_FACTOR], skip=skip_bad
-    )
-    opt_state = next_average(state.opt_state, opt_state, params, hparams.get(EMA), health.good)
+    args = hparams, state.step, grads, state.params, state.opt_state
+    updates, params, opt_state = update_parameters(optimizer, *args, loss.minimized)
+    norms = {"grad_norm": global_norm(grads), "update_norm": global_norm(updates)}
+    metrics, bad = step_metrics(optimizer, hparams, state.step, state.health, loss, norms, skip_bad=skip_bad)
+    opt_state = next_average(state.opt_state, opt_state, params, hparams.get(EMA), metrics.health.good)
     if skip_bad:
         old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
         params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)
+    return TrainState(state.step + 1, params, rest, opt_state, metrics.health), metrics
+
+
+def update_parameters(
+    optimizer: Optimizer,
+    hparams: Hparams,
+    step: jax.Array,
+    grads: Any,
+    params: Any,
+    opt_state: Any,
+    loss: jax.Array,
+    norm: jax.Array | None = None,
+) -> tuple[Any, Any, Any]:
+    """(the changes, the parameters after them, the state of the optax transformation) of a step, counted from 0.
+
+    The `norm` of the whole gradient is given where these parameters are some of all, or a part of each.
+    """
+    rule = optimizer.build(hparams, step, norm)
+    changes, inner = updates_of(rule, grads, inner_state(opt_state), params, loss)
+    return changes, optax.apply_updates(params, changes), inner
+
+
+def step_metrics(
+    optimizer: Optimizer,
+    hparams: Hparams,
+    step: jax.Array,
+    health: LossMonitorState,
+    loss: Loss,
+    norms: dict[str, jax.Array],
+    *,
+    skip_bad: bool,
+) -> tuple[Metrics, jax.Array]:
+    """(the metrics of a step, counted from 0, bool[] whether it is bad); `norms` has "grad_norm", of the gradient."""
+    scalars = {**loss.scalars, "loss": loss.loss, **norms}
+    if (rate := optimizer.rate(hparams, step)) is not None:
+        scalars["lr"] = rate
+    scalars = jax.tree.map(jnp.float32, scalars)
+    health, bad = update_monitor(
+        health, step + 1, scalars["loss"], scalars["grad_norm"], hparams[SPIKE_FACTOR], skip=skip_bad
+    )
     row_loss, row_weight = jax.tree.map(jnp.float32, (loss.row_loss, loss.row_weight))
-    metrics = Metrics(scalars, row_loss, row_weight, health, loss.load)
-    return TrainState(state.step + 1, params, rest, opt_state, health), metrics
+    return Metrics(scalars, row_loss, row_weight, health, loss.load), bad
 
 
 def accumulate(
@@ -268,7 +296,7 @@ def accumulate(
             grads = jax.tree.map(lambda t, g: g.astype(t.dtype), total, grads)
             if loss.weight is None:
                 return (jax.tree.map(lambda t, g: t + g / parts, total, grads), rest), loss
-            return (jax.tree.map(lambda t, g: t + weighted(g, loss.weight), total, grads), rest), loss
+            return (jax.tree.map(lambda t, g: t + weigh(g, loss.weight), total, grads), rest), loss
 
         # Sums of bfloat16 lose what is small: they are kept in float32.
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
@@ -277,7 +305,7 @@ def accumulate(
         counted = parts if losses.weight is None else divisor(across(losses.weight.sum()))
         # A mean in bfloat16 has three digits.
         numbers = jax.tree.map(jnp.float32, {"loss": losses.loss, **losses.scalars})
-        numbers = {name: across(weighted(values, losses.weight).sum(0)) / counted for name, values in numbers.items()}
+        numbers = {name: across(weigh(values, losses.weight).sum(0)) / counted for name, values in numbers.items()}
         if losses.weight is not None:
             total = jax.tree.map(lambda t: t / counted, total)
         of_rows = losses.row_loss, losses.row_weight
@@ -299,7 +327,7 @@ def zero_if_unweighted(grads: Leaves, loss: Loss) -> tuple[Leaves, Loss]:
     return grads, loss._replace(loss=numbers, scalars=scalars)
 
 
-def weighted(value: jax.Array, weight: jax.Array | None) -> jax.Array:
+def weigh(value: jax.Array, weight: jax.Array | None) -> jax.Array:
     """A value times its weight, if there is one; 0 for a weight of 0, also of a NaN (the mean of no tokens)."""
     return value if weight is None else jnp.where(weight == 0, 0, value * weight)
 
@@ -309,7 +337,7 @@ def divisor(weight: jax.Array) -> jax.Array:
     return jnp.where(weight == 0, 1, weight)
 
 
-def predicted(batch: Any) -> int:
+def count_predicted(batch: Any) -> int:
     """How many tokens a batch of B rows of L tokens predicts where its loss function does not say: B (L - 1)."""
     rows, length = jax.tree.leaves(batch)[0].shape
     return rows * (length - 1)
@@ -328,7 +356,7 @@ def make_eval_step(
         params, rest, hparams = on_phase_mesh((params, rest, hparams))
         model = split.merge(params, rest, hparams, training=False, dtype=compute_dtype)
         loss = measure(loss_fn, model, batch, end)
-        weight = jnp.float32(predicted(batch) if loss.weight is None else loss.weight)
+        weight = jnp.float32(count_predicted(batch) if loss.weight is None else loss.weight)
         return jax.tree.map(jnp.float32, {**loss.scalars, "loss": loss.loss, WEIGHT: weight})
 
     return jax.jit(evaluate)

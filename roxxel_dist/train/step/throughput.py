@@ -65,12 +65,12 @@ class StepTimer:
         self._tokens += tokens
         self._finished_at = None
 
-    def finished(self) -> None:
-        """All steps begun until now are done: the next report ends here, not when it is made."""
+    def mark_done(self) -> None:
+        """Note that all steps begun until now are done: the next report ends here, not when it is made."""
         self._finished_at = time.perf_counter()
 
     def pause(self) -> None:
-        """From here on it is not training."""
+        """Pause: from here on it is not training."""
         if self._paused_at is None:
             self._paused_at = time.perf_counter()
 
@@ -154,14 +154,14 @@ class Profiler:
         self._running = self._done = False
         self._traced = (0, 0)
 
-    def before(self, step: int, pending: Any = None) -> None:
-        """About to begin `step`; where tracing begins, wait for the arrays in `pending` first."""
+    def begin_step(self, step: int, pending: Any = None) -> None:
+        """Get ready for `step`; where tracing begins, wait for the arrays in `pending` first."""
         if self._done or self._running or not self._first <= step <= self._last:
             return
         self._guarded(lambda: self._start(pending))
         self._running, self._traced = not self._done, (step, step)
 
-    def after(self, step: int, pending: Any = None) -> None:
+    def end_step(self, step: int, pending: Any = None) -> None:
         """`step` was begun; if tracing ends here, first wait for `pending`, the arrays that it computes."""
         if self._running:
             self._traced = (self._traced[0], step)

@@ -164,7 +164,7 @@ class ValidationBatch:
         return Shape(steps=0, batch_size=self.batch_size, seq_len=self.seq_len, packing=self.packing)
 
     def __str__(self) -> str:
-        """Such as "4 x 17 tokens"."""
+        """Words such as "4 x 17 tokens"."""
         packed = ", documents apart" if self.packing == "documents" else ""
         return f"{self.batch_size:,} x {self.seq_len:,} tokens{packed}"
 
@@ -200,7 +200,7 @@ class ValidationRows:
         return {**asdict(self), "batches": [asdict(batch) for batch in self.batches]}
 
     def with_phases(self, shapes: Sequence[Shape], fits: Callable[[Shape], bool] = lambda shape: True) -> Self:
-        """The same rows as far as they fit, and rows for phases that have none."""
+        """These rows as far as they fit, and rows for phases that have none."""
         batches = [batch for batch in self.batches if fits(batch.shape)]
         known = {(batch.seq_len, batch.packing) for batch in batches}
         for shape in sorted(shapes, key=lambda shape: shape.batch_size):

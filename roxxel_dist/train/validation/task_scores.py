@@ -24,15 +24,11 @@ KEY = "tasks"
 
 
 class TaskScores:
-    """What some tasks measure of a state. The result is the same on any number of devices, up to rounding.
+    """What some tasks, perhaps none, measure of a state. The result is the same on any number of devices, up to
+    rounding.
 
-    Args:
-        tasks: may be none.
-        split: the model.
-        compiler: of the program.
-        sharding: of a (rows, tokens) batch.
-        shapes: of the phases: a batch of rows of tasks has as many tokens as the largest of theirs, or a row a device.
-        compute_dtype: of parameters, as in a validation.
+    A batch of their rows has as many tokens as the largest of the phases of these `shapes`, or a row a device;
+    `compute_dtype` is that of parameters, as in a validation.
     """
 
     def __init__(
@@ -103,7 +99,7 @@ class TaskScores:
         return found
 
     def _batches(self) -> Iterator[tuple[jax.Array, jax.Array]]:
-        """All rows in order; the last batch is filled up with empty ones."""
+        """The rows in order; the last batch is filled up with empty ones."""
         for begin in range(0, len(self._rows), self._shape[0]):
             arrays = pad_scored(self._rows[begin : begin + self._shape[0]], self._shape)
             tokens, scored = (

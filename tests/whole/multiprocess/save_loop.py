@@ -40,7 +40,7 @@ def lockstep(folder):
             break
         before = now
         time.sleep(chance.choice(PAUSES))
-        if agreement.after(step).save:
+        if agreement.announcement(step).save:
             seen.append(step)
             barrier("save", limit_s=60)  # as a checkpoint's: it hangs where ranks save different steps
             requests.saved(step)
