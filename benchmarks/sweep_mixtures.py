@@ -11,6 +11,9 @@ the shares, and trains the mixture that it says is best; the better of a linear 
 
 Sources: Markov chains, and a bigram model that was trained on so much of each: its loss on a text of interest is known
 in closed form, so the best shares are known too, and any shares can be tried.
+
+Intervals: a law of some recorded trainings says what the others measured, each source for itself. The share of the
+others that its intervals of 90 % hold, with the noise of a training: what is left of those that the law was fitted to.
 """
 
 import json
@@ -28,6 +31,7 @@ from scipy.optimize import minimize
 
 from roxxel_dist.sweep.driver.recorded import RecordedSearch
 from roxxel_dist.sweep.samplers import Engine, make
+from roxxel_dist.sweep.samplers.law import Law
 from roxxel_dist.sweep.space.mixture import MixtureSpace, mixture_space
 from roxxel_dist.sweep.space.sweep_file import Sweep, sweep_of
 
@@ -46,6 +50,8 @@ METHODS = ("bayes", NO_LAW, "tpe", "random")
 ASHA = {"type": "asha", "min_iter": 1, "eta": 3}
 REGMIX = tuple(range(10, 121, 10))
 """Proxies of RegMix's recipe."""
+FITTED, CHOICES, QUICK_CHOICES = (40, 150), 20, 4
+"""Trainings that a law is fitted to, and how often they are chosen."""
 
 
 class Table:
@@ -53,20 +59,21 @@ class Table:
 
     Args:
         weights: of the sources in the metric.
-        apart: the half that is kept apart; False: the other one.
+        apart: the half that is kept apart; False: the other one; None: both.
     """
 
-    def __init__(self, weights: dict[str, float], *, apart: bool = True) -> None:
+    def __init__(self, weights: dict[str, float], *, apart: bool | None = True) -> None:
         head, *lines = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
         self.head: dict[str, Any] = head
         self.steps: int = sum(head["phases"])
         """Of a training."""
         runs = [line for line in lines if line["seed"] == 0]
+        halves = (0, 1) if apart is None else (apart,)
         # Natural and uniform shares are in both halves.
         chosen = [
             0,
             1,
-            *(2 + np.flatnonzero(np.random.default_rng(1).permutation(len(runs) - 2) % 2 == apart)).tolist(),
+            *(2 + np.flatnonzero(np.isin(np.random.default_rng(1).permutation(len(runs) - 2) % 2, halves))).tolist(),
         ]
         self.names: list[str] = [name for name in head["sources"] if name in weights]
         """Of the t sources that count."""
@@ -280,6 +287,36 @@ def against_regmix(table: Table, what: str, seeds: int, needs: dict[str, float])
         )  # fmt: skip
 
 
+def intervals(choices: int) -> Iterable[Result]:
+    """How often a law of recorded trainings holds the others, and their differences; a source each, mean of choices."""
+    table = Table(WEIGHTS["all equal"], apart=None)
+    for count in FITTED:
+        held = np.array([_held(table, count, np.random.default_rng([seed, count])) for seed in range(choices)])
+        for what, values in zip(("trainings", "differences of two"), 100 * held.mean(axis=0), strict=True):
+            each = ", ".join(f"{name} {value:.0f}" for name, value in zip(table.names, values, strict=True))
+            yield Result(
+                what=f"a law of {count} recorded trainings: {what} in its intervals", against="% of the others",
+                measured=float(values.mean()), note=f"{each}; {choices} choices of the {count}",
+            )  # fmt: skip
+
+
+def _held(table: Table, count: int, rng: np.random.Generator) -> Array:
+    """float64[2, t]: of trainings that the law does not know, and of differences of two, the share that it holds."""
+    order = rng.permutation(len(table.shares))
+    known, others = order[:count], order[count:]
+    law = Law.fit(table.shares[known], table.losses[known])
+    free = table.shares.shape[1] - len(table.spaces) + 1
+    noise = np.sqrt(((law.trials - law.fitted()) ** 2).sum(axis=0) / (count - free))
+    draws = law.draws(table.shares[others])
+    draws += noise * rng.standard_normal(draws.shape)
+    first, second = np.split(rng.permutation(len(others))[: len(others) // 2 * 2], 2)
+    true, found = table.losses[others], []
+    for said, measured in ((draws, true), (draws[:, first] - draws[:, second], true[first] - true[second])):
+        low, high = np.quantile(said, (0.05, 0.95), axis=0)
+        found.append(((low <= measured) & (measured <= high)).mean(axis=0))
+    return np.stack(found)
+
+
 class Sources:
     """Markov chains over a few symbols, and a bigram model that is trained on a blend of them.
 
@@ -389,6 +426,7 @@ def main() -> int:
     asked = parser.parse_args()
     report = Lines(asked.json)
     seeds = asked.seeds or (QUICK_SEEDS if asked.quick else SEEDS)
+    report.add("intervals", lambda: intervals(QUICK_CHOICES if asked.quick else CHOICES))
     report.add("recorded mixtures", lambda: recorded(seeds))
     report.add("sources whose best mixture is known", lambda: known_sources(seeds))
     return report.end()

@@ -60,9 +60,12 @@ def test_a_law_that_the_trials_contradict_has_no_level(place):
     found = mixtures_of(read_study(place(2)))
     assert found is not None
     right, wrong = ("\n".join(dataclasses.replace(found, chance=chance).text()) for chance in (0.3, 0.001))
-    assert "90% interval" in right
+    assert "by the law, 90% interval if the law holds" in right
+    assert "of such intervals held where the losses follow the law" in right
     assert "contradict" not in right
     assert "90% interval" not in wrong
+    assert "such intervals held" not in wrong
+    assert [dataclasses.replace(found, chance=chance).as_json()["level"] for chance in (0.3, 0.001)] == [0.9, None]
     assert "by the law, interval too narrow" in wrong
     assert "its errors hang on the shares (in 0.001 of studies by chance), so its intervals hold the truth in" in wrong
 

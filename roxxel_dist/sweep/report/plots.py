@@ -38,7 +38,7 @@ def importances(study: Study) -> dict[str, float]:
     from threadpoolctl import threadpool_limits
 
     from roxxel_dist.sweep.samplers import gp
-    from roxxel_dist.sweep.samplers.acquisition import FIT_TO, standardize, training_subset
+    from roxxel_dist.sweep.samplers.acquisition import DIVERGED, FIT_TO, is_diverged, standardize, training_subset
     from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 
     space = study.sweep.space
@@ -53,7 +53,10 @@ def importances(study: Study) -> dict[str, float]:
     groups: dict[str, Any] = {parameter.name: dim for dim, parameter in enumerate(space.free)}
     for mixture, axes in zip(space.mixtures, space.share_axes, strict=True):
         groups[f"mixture.{mixture.phases[0]}"] = axes
-    values = standardize([study.sweep.sign * float(trial.value or 0.0) for trial in trials])
+    # Most trials of a search are near the best, so the others are most of the spread over the space and must not be
+    # cut off as in the search. A diverged loss counts as the worst of those that did not diverge.
+    found = study.sweep.sign * np.array([float(trial.value or 0.0) for trial in trials])
+    values = standardize(np.minimum(found, found[~is_diverged(found)].max()), DIVERGED)
     rows, others = (transform.from_cube(rng.random((SAMPLES, transform.dims))) for _ in range(2))
     with threadpool_limits(1, user_api="blas"):
         subset, given = training_subset(values, FIT_TO), training_subset(values, CONDITIONED_ON)

@@ -19,8 +19,8 @@ Draws = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 says of them, and d joint draws."""
 LEVEL = 0.9
 """Of every interval."""
-INTERVAL = f"{LEVEL:.0%} interval"
-"""Its name, where nothing says that it is too narrow."""
+INTERVAL = f"{LEVEL:.0%} interval if the law holds"
+"""Its name, where nothing says that it is too narrow: trials cannot show that no loss is beside the law."""
 MORE = 0.1
 """The share of a mixture that gives way to one data set, to measure what more of that does."""
 POINTS, ROWS = 10, 5

@@ -215,13 +215,13 @@ def _log_density(features: np.ndarray, values: np.ndarray, theta: np.ndarray) ->
     return -0.5 * ((values - mean) / deviation) ** 2 - np.log(deviation)
 
 
-def standardize(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Values of mean 0 and deviation 1, the worst of them cut off: float64[n]."""
+def standardize(values: Sequence[float] | np.ndarray, cut: float = OUTLIER) -> np.ndarray:
+    """Values of mean 0 and deviation 1, the worst of them cut off; see `OUTLIER`: float64[n]."""
     known = np.array(values, dtype=float)
     if not len(known):
         return known
     known = _centred(known)
-    known = np.minimum(known, OUTLIER * _spread(known))
+    known = np.minimum(known, cut * _spread(known))
     deviation = known.std()
     return (known - known.mean()) / (deviation if deviation > 0 else 1.0)
 

@@ -7,11 +7,15 @@ const SURFACE = { width: 420, height: 240, side: 52, edge: 26 };
 const estimate = ({ value, low, high }, digits = 4) => `${signed(value, digits)} (${signed(low, digits)} to ${signed(high, digits)})`;
 const signed = (value, digits) => (isNumber(value) ? `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}` : NONE);
 
+/** How many of 100 intervals held: the least and the most of many kinds of studies. */
+const rangeOf = ([low, high]) => `${Math.round(100 * low)} to ${Math.round(100 * high)}%`;
+
 /** The cards of all mixtures of a study. */
-function mixtureCards({ mixtures, passes, gains, level, confirm, trials_of_law: trials, law_is_contradicted: misses, trials_whole: whole, seeds, trials_needed: needed, other_parameters: others }, { metric, goal }) {
-  const interval = misses ? "too narrow, because the trials contradict it" : `of ${format.share(level)}`;
+function mixtureCards({ mixtures, passes, gains, level, held, confirm, trials_of_law: trials, law_is_contradicted: misses, trials_whole: whole, seeds, trials_needed: needed, other_parameters: others }, { metric, goal }) {
+  const interval = misses ? "too narrow, because the trials contradict it" : `of ${format.share(level)} if the losses follow it`;
+  const often = misses ? "" : ` In simulated studies ${rangeOf(held.law)} of such intervals held where they do (${rangeOf(held.pairs)} of those of two data sets together), and ${rangeOf(held.beside)} where they do not and the trials do not show it.`;
   const cards = mixtures.map((one) => card(`Mixture of phase ${one.phases.join(", ")}`,
-    h("p", { class: "note" }, trials ? lawOf(trials, interval, others) : `Too few trials for a law: ${whole} trained to their end, and it needs ${needed}.`),
+    h("p", { class: "note" }, trials ? lawOf(trials, interval, others) + often : `Too few trials for a law: ${whole} trained to their end, and it needs ${needed}.`),
     sharesTable(one, passes), surfaceFigure(one, metric, goal, seeds), ...effectTables(one, metric)));
   const better = Object.entries(gains).map(([name, gain]) => [`best less ${name}`, estimate(gain)]);
   if (better.length) cards.push(card("The best mixture beside its baselines", plainTable("Gain by the law", ["", `${metric}, by the law`], better)));
@@ -85,7 +89,7 @@ function effectTables({ names, crossed, interactions }, metric) {
       plainTable("Effects on each validation set", ["More of", ...sets], names.map((name, i) => [name, ...sets.map((set) => estimate(crossed[set][i]))])));
   }
   if (interactions.length) {
-    tables.push(h("h3", {}, "What a tenth more of two does, beyond the sum of both (intervals hold as often, or more)"),
+    tables.push(h("h3", {}, "What a tenth more of two does, beyond the sum of both"),
       plainTable("Interactions", ["Data sets", metric], interactions.map(({ names: pair, ...value }) => [pair.join(" and "), estimate(value)])));
   }
   return tables;
