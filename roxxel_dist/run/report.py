@@ -18,7 +18,7 @@ from roxxel_dist.process.exit_codes import UserError, pip_install
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
 from roxxel_dist.train.log.timeline import SPENT, read_timeline, time_spent
-from roxxel_dist.utils.display import duration, figure
+from roxxel_dist.utils.display import duration, figure, label
 
 UNKNOWN = "-"
 """The sign for an unknown number, and for a field that a run's config does not have."""
@@ -193,7 +193,9 @@ def draw_losses(runs: Sequence[Run], picture: Path) -> None:
     with figure(picture, inches=(9, 5)) as axes:
         for number, run in enumerate(runs):
             colour = f"C{number % 10}"
-            axes.plot(*zip(*run.points("train_loss"), strict=True), color=colour, lw=1, alpha=0.7, label=run.name)
+            axes.plot(
+                *zip(*run.points("train_loss"), strict=True), color=colour, lw=1, alpha=0.7, label=label(run.name)
+            )
             if validations := run.points("val_loss"):
                 axes.plot(
                     *zip(*validations, strict=True),
@@ -202,7 +204,7 @@ def draw_losses(runs: Sequence[Run], picture: Path) -> None:
                     ls="--",
                     marker="o",
                     ms=3.5,
-                    label=f"{run.name}, validation",
+                    label=label(f"{run.name}, validation"),
                 )
             for metric, marker in (("train_loss", "x"), ("val_loss", "X")):
                 if places := [row["tokens"] for row in run.gaps.get(metric, ()) if "tokens" in row]:
@@ -213,7 +215,7 @@ def draw_losses(runs: Sequence[Run], picture: Path) -> None:
                         color="red",
                         ls="",
                         marker=marker,
-                        label=f"{run.name}, {metric} not finite: {len(places)}",
+                        label=label(f"{run.name}, {metric} not finite: {len(places)}"),
                     )
             for tokens in run.phase_ends:
                 axes.axvline(tokens, color=colour, ls=":", lw=1)
@@ -234,7 +236,9 @@ def _draw_goodput(runs: Sequence[Run], picture: Path) -> None:
                 axes.barh(places, widths, left=left, color=colour, label=kind, height=0.7)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.grid(visible=False)
-        axes.set_yticks(places, [f"{run.name}\n{duration(total)}" for run, total in zip(runs, totals, strict=True)])
+        axes.set_yticks(
+            places, [f"{label(run.name)}\n{duration(total)}" for run, total in zip(runs, totals, strict=True)]
+        )
         axes.invert_yaxis()
         axes.set(xlabel="% of the time", xlim=(0, 100))
         axes.figure.legend(loc="outside upper center", ncols=4, fontsize=8)
