@@ -12,6 +12,7 @@ from roxxel_dist.data.files.discovery import absolute, is_tokens
 from roxxel_dist.model.config import AttentionKernel
 from roxxel_dist.place.directory import CONFIG, DATA
 from roxxel_dist.place.run_place import local_run
+from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import RECORD, load_yaml
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -88,8 +89,16 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def saved_config(run: Path) -> dict[str, Any]:
-    """The saved config of a run with its record, and with an absolute `init_from`; empty if there is no run."""
-    saved = load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
+    """The saved config of a run with its record, and with an absolute `init_from`; empty if there is no run.
+
+    Raises UserError for a part of a config: fields that it lacks would have other values than those of the run.
+    """
+    if not (run / CONFIG).exists():
+        return {}
+    saved = load_yaml(run / CONFIG)
+    if RECORD not in saved:  # it is the last key
+        what = "does not end with the record of a run" if saved else "is empty"
+        raise UserError(f"{run / CONFIG} {what}: copy it again")
     init_from = saved.get("init_from")
     return {**saved, "init_from": absolute(init_from)} if isinstance(init_from, str) else saved
 

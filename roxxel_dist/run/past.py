@@ -27,7 +27,7 @@ from roxxel_dist.process.durable import FormatError
 from roxxel_dist.process.exit_codes import MissingFileError, UserError
 from roxxel_dist.run.metadata import RunMetadata, data_of, saved_config
 from roxxel_dist.run.record import forked_from
-from roxxel_dist.settings.config import RECORD, Config
+from roxxel_dist.settings.config import Config
 from roxxel_dist.train.step.schedule import LrSchedule
 from roxxel_dist.utils.voice import argument
 
@@ -61,8 +61,6 @@ class Past:
         saved = saved_config(run) if resume else {}
         if not in_bucket and resume:
             check_no_program(run, saved, new=False)
-        if in_bucket and saved and RECORD not in saved:
-            raise UserError(f"run_dir has a {CONFIG} which no run made: name another prefix in the bucket")
         parent, skipped = forked_from(fork, skip_steps, saved, run)
         config = saved_config(local_run(parent.run)) if parent and not saved else saved
         past = cls(saved=saved, fork=parent, skip_steps=skipped, config=config)

@@ -18,7 +18,7 @@ from roxxel_dist.process.exit_codes import UserError, pip_install
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.train.log.csv_jsonl import DIGEST, Tail
 from roxxel_dist.train.log.timeline import SPENT, read_timeline, time_spent
-from roxxel_dist.utils.display import duration, figure
+from roxxel_dist.utils.display import duration, figure, label
 
 UNKNOWN = "-"
 """The sign for an unknown number, and for a field that a run's config does not have."""
@@ -170,13 +170,17 @@ def draw_losses(runs: Sequence[Run], picture: Path) -> None:
     with figure(picture, inches=(9, 5)) as axes:
         for number, run in enumerate(runs):
             colour = f"C{number % 10}"
-            axes.plot(*zip(*run.points("train_loss"), strict=True), color=colour, lw=1, alpha=0.7, label=run.name)
+            axes.plot(
+                *zip(*run.points("train_loss"), strict=True), color=colour, lw=1, alpha=0.7, label=label(run.name)
+            )
             if validations := run.points("val_loss"):
                 style: dict[str, Any] = {"lw": 1.3, "ls": "--", "marker": "o", "ms": 3.5}
-                axes.plot(*zip(*validations, strict=True), color=colour, label=f"{run.name}, validation", **style)
+                axes.plot(
+                    *zip(*validations, strict=True), color=colour, label=label(f"{run.name}, validation"), **style
+                )
             for metric, marker in (("train_loss", "x"), ("val_loss", "X")):
                 if places := [row["tokens"] for row in run.gaps.get(metric, ()) if "tokens" in row]:
-                    name, low = f"{run.name}, {metric} not finite: {len(places)}", [0.02] * len(places)
+                    name, low = label(f"{run.name}, {metric} not finite: {len(places)}"), [0.02] * len(places)
                     style = {"color": "red", "ls": "", "marker": marker, "label": name}
                     axes.plot(places, low, transform=axes.get_xaxis_transform(), **style)
             for tokens in run.phase_ends:
@@ -198,7 +202,9 @@ def _draw_goodput(runs: Sequence[Run], picture: Path) -> None:
                 axes.barh(places, widths, left=left, color=colour, label=kind, height=0.7)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.grid(visible=False)
-        axes.set_yticks(places, [f"{run.name}\n{duration(total)}" for run, total in zip(runs, totals, strict=True)])
+        axes.set_yticks(
+            places, [f"{label(run.name)}\n{duration(total)}" for run, total in zip(runs, totals, strict=True)]
+        )
         axes.invert_yaxis()
         axes.set(xlabel="% of the time", xlim=(0, 100))
         axes.figure.legend(loc="outside upper center", ncols=4, fontsize=8)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,6 +54,11 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, str | int | None) else str(value)
 
 
+def label(name: str) -> str:
+    """A name in a figure: `$` begins no formula, and `_` does not keep a curve out of the legend."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
 @contextlib.contextmanager
 def figure(picture: Path, *, inches: tuple[float, float] = (8, 4.5)) -> Iterator[Any]:
     """The axes of a figure, which is written as a PNG file at the end of the block; its folder is made. Raises
@@ -66,7 +72,9 @@ def figure(picture: Path, *, inches: tuple[float, float] = (8, 4.5)) -> Iterator
     yield axes
     picture.parent.mkdir(parents=True, exist_ok=True)
     try:
-        FigureCanvasAgg(drawing).print_png(str(picture))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # the font has no letters of a name: boxes are drawn
+            FigureCanvasAgg(drawing).print_png(str(picture))
     except OSError as error:  # an error of a write, such as a full disk, names no file
         picture.unlink(missing_ok=True)
         error.filename = error.filename or str(picture)

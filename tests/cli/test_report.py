@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import environment
+from matplotlib.legend import Legend
 from runs import make
 from runs import rows as logged
 
@@ -71,6 +72,16 @@ def test_json_has_what_the_table_rounds(here, capsys):
     assert one["goodput"] == one["spent"]["training"] / sum(one["spent"].values())
     assert set(told["differences"]) == {"lr", "warmup_steps"}
     assert told["pictures"] == ["pictures/of both/loss.png", "pictures/of both/goodput.png"]
+
+
+def test_the_name_of_a_run_is_no_formula(here, monkeypatch, capfd):
+    names, shown = ["runs/$\\frac$ 中", "runs/_two"], []
+    os.rename("runs/one", names[0])
+    os.rename("runs/two", names[1])
+    monkeypatch.setattr(Legend, "draw", lambda legend, _: shown.extend(text.get_text() for text in legend.get_texts()))
+    assert main(["report", *names]) == 0
+    assert "Glyph" not in capfd.readouterr().err
+    assert {text.strip().partition(",")[0].replace(r"\$", "$") for text in shown} >= {r"$\frac$ 中", "_two"}
 
 
 def test_phases_end_where_the_log_says_so(here):

@@ -118,6 +118,24 @@ def test_half_a_copy_of_a_run_is_no_run(tmp_path, monkeypatch, capsys, config, m
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize(
+    ("config", "message"), [("", "is empty"), ("dim: 8\n", "does not end with the record of a run")]
+)
+def test_a_run_does_not_go_on_with_a_part_of_its_config(tmp_path, monkeypatch, capsys, config, message):
+    folder = fill(tmp_path / "half", "metrics.jsonl")
+    (folder / "training_cursor.json").write_text('{"step": 3, "finished": false}')
+    (folder / "config.yaml").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    before = contents(folder)
+    assert main(["train", "--run_dir", "half", "--resume"]) == 2
+    assert f"half/config.yaml {message}: copy it again" in capsys.readouterr().err
+    if config:
+        assert main(["train", "--fork", "half@2", "--run_dir", "new"]) == 2
+        assert f"half/config.yaml {message}: copy it again" in capsys.readouterr().err
+    assert contents(folder) == before
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("place", ["/", "home", "a link to it"])
 def test_neither_the_root_nor_the_home_is_a_run(tmp_path, text, monkeypatch, place):
     home = tmp_path / "home"

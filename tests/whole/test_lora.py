@@ -204,7 +204,7 @@ def test_where_a_base_is_looked_for(tmp_path, monkeypatch):
         4,
     )
     config = Config(init_from="runs/base@4")
-    config.save_yaml(tmp_path / "config.yaml")
+    config.save_yaml(tmp_path / "config.yaml", {"devices": 1})
     assert check_resumable(saved_config(tmp_path), Experiment(config).config) == []
 
 

@@ -18,7 +18,7 @@ from roxxel_dist.sweep.space.distributions import is_number
 from roxxel_dist.sweep.study.folder import BASE, LEFT_OUT, Study, flat, short
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.train.log.csv_jsonl import read_rows
-from roxxel_dist.utils.display import counted, figure
+from roxxel_dist.utils.display import counted, figure, label
 
 FEWEST = 8
 """Trials with a value below which shares would be made of chance."""
@@ -145,12 +145,12 @@ def _curves(metric: str, name: str, groups: Sequence[tuple[str, list[Curve]]], p
 
         for index, (value, lines) in enumerate(groups):
             axes.add_collection(LineCollection(lines, colors=f"C{index}", lw=0.7, alpha=0.3))
-            label = f"{name} {value}: median of {len(lines)}"
-            axes.plot(*zip(*median_curve(lines), strict=True), color=f"C{index}", lw=2.4, label=label, zorder=3)
+            text = label(f"{name} {value}: median of {len(lines)}")
+            axes.plot(*zip(*median_curve(lines), strict=True), color=f"C{index}", lw=2.4, label=text, zorder=3)
         axes.autoscale_view()
         low, high = limits([y for _, lines in groups for line in lines for _, y in line])
         axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low)) if high > low else None
-        axes.set(xlabel="tokens", ylabel=metric)
+        axes.set(xlabel="tokens", ylabel=label(metric))
         beyond = sum(any(not low <= y <= high for _, y in line) for _, lines in groups for line in lines)
         title = f"{counted(beyond, 'curve')} beyond the edge" if beyond else None
         axes.legend(fontsize=8, loc="upper right", title=title, title_fontsize=8)
@@ -167,10 +167,10 @@ def _memory(study: Study, peaks: Sequence[tuple[Trial, float]], picture: Path) -
     with figure(picture, inches=(7, 4.5)) as axes:
         for name, kind, colour in (("dense", False, "#4f86c6"), ("mixture of experts", True, "#d9822b")):
             if those := [pair for pair, moe in zip(peaks, is_moe, strict=True) if moe is kind]:
-                label = name if len(set(is_moe)) == 2 else "all trials"
-                label += f": median {statistics.median(used for _, used in those):.3g} GB of {len(those)}"
+                text = name if len(set(is_moe)) == 2 else "all trials"
+                text += f": median {statistics.median(used for _, used in those):.3g} GB of {len(those)}"
                 millions = [_parameters(study.run_dir(trial)) / 1e6 for trial, _ in those]
-                axes.scatter(millions, [used for _, used in those], color=colour, s=26, label=label)
+                axes.scatter(millions, [used for _, used in those], color=colour, s=26, label=text)
         axes.set(xlabel="parameters (millions)", ylabel="peak memory (GB)")
         axes.legend(fontsize=8, loc="upper left")
     return picture
