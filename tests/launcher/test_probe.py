@@ -212,7 +212,7 @@ def test_a_kernel_without_ipv6_has_the_other_addresses(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(socket, "socket", NoIPv6)
     monkeypatch.setattr(probe, "is_loopback", lambda address: False)  # the one route that each machine has
-    monkeypatch.setattr(probe, "resolved", lambda name: ["2001:db8::7", "127.0.0.2"])  # AAAA and A
+    monkeypatch.setattr(probe, "resolve", lambda name: ["2001:db8::7", "127.0.0.2"])  # AAAA and A
     answered = answer({"ask": "addresses", "towards": ["node2"]}, ExitStack(), Limits())
     assert answered == {"addresses": ["127.0.0.1"]}
 
