@@ -97,5 +97,5 @@ def poisoned(corpus, phases, *steps):
 
 def stop_after(patch, step):
     """Every trainer is asked to stop after `step`, while a `pytest.MonkeyPatch` lasts."""
-    after = StepAgreement.after
-    patch.setattr(StepAgreement, "after", lambda self, done: replace(after(self, done), stop=done == step))
+    after = StepAgreement.announcement
+    patch.setattr(StepAgreement, "announcement", lambda self, done: replace(after(self, done), stop=done == step))

@@ -34,7 +34,7 @@ def test_what_was_logged_after_the_last_checkpoint_is_logged_once(corpus, finish
         return Announcement(next_step=step + 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepAgreement, "after", die)
+        patch.setattr(StepAgreement, "announcement", die)
         made = make(corpus, tmp_path / "cut", keep_best=True)
         with pytest.raises(RuntimeError, match="power cut"):
             made.run()
