@@ -10,6 +10,7 @@ import sys
 import time
 from statistics import variance
 
+import numpy as np
 import pytest
 import trial_bodies
 import yaml
@@ -20,6 +21,7 @@ from servers import S3Server
 from sweep_desk import text_sets, write_base
 
 from roxxel_dist.cli import main
+from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.config import Config
@@ -265,6 +267,10 @@ BAD = [
     ),
     ("versus base.yaml other.yaml --data_path t.txt --metric val_loss/x", "there is no `validation`"),
     ("versus none other.yaml", "none"),
+    (
+        "versus data.yaml ids.yaml --different_data --metric val_bpb",
+        "ids has no tokenizer: put its tokenizer.json",
+    ),
 ]
 
 
@@ -277,9 +283,13 @@ def desk(tmp_path_factory):
         "other": {"lr": 0.002},
         "long": {"phases": [{**base["phases"][0], "steps": 8}]},
         "data": {"datasets": {"self": "t.txt"}},
+        "ids": {"datasets": {"self": "ids"}},
     }.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({**base, **more}))
     (folder / "t.txt").write_text("some text\n" * 400)
+    (folder / "ids").mkdir()
+    with Roxxel(folder / "ids" / "ids_*.rox") as data:
+        data.write([np.arange(4000, dtype=np.uint16) % 250], vocab_size=257)
     for name, extras in {"made": {"versus": dataclasses.asdict(VERSUS)}, "search": {}}.items():
         (folder / name).mkdir()
         Config.from_yaml(folder / "base.yaml").save_yaml(folder / name / "config.yaml")
