@@ -101,14 +101,13 @@ def holds(estimate, value):
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(one, marks=pytest.mark.long) for one in EVERY)], ids=str)
 def test_intervals_of_the_law_hold_their_level(case):
-    """As often as the report says, within three standard errors of so many studies."""
+    """As often as the report says, within three standard errors, and those of the law not in nearly all."""
     found, width = held(*case)
     print(case, found, width)
     for name, value in found.items():
-        low, high = HELD["pairs" if name == "interaction" else "law"]
-        error = 3 * math.sqrt(low * (1 - low) / case[-1])
-        assert value > low - error, found
-        assert case[-1] < 100 or name not in OF_LAW or value < high + error, found
+        low = HELD["pairs" if name == "interaction" else "law"][0]
+        assert value > low - 3 * math.sqrt(low * (1 - low) / case[-1]), found
+    assert case[-1] < 100 or all(found[name] < 0.99 for name in OF_LAW if name != "interaction"), found
 
 
 @pytest.mark.parametrize(
