@@ -20,6 +20,7 @@ ENDINGS = (ENDING, ".npy", ".bin", ".idx")
 BUILD_FILE = "build.json"
 """The record of a build beside its shards: inputs and settings, and the fingerprint of the data set."""
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # a Path keeps only one slash
+UNEXPANDED = re.compile(r"(~|\$\w+|\$\{\w+\})(/|$)")
 TEXT_ENDINGS = (".txt", ".text", ".md", ".py", ".jsonl", ".parquet")
 
 
@@ -28,12 +29,20 @@ class NoShardsError(MissingFileError):
 
 
 def check_local(name: str, path: object) -> None:
-    """Raises ValueError for an address (`s3://…`, `ftp://…`), which the system would read as a local folder.
+    """Raises ValueError for an address (`s3://…`, `ftp://…`) and for `~/…`, `$HOME/…`: to the system these are folders.
 
     `name` is the field or flag. Where an address in a bucket is taken, it is asked of the others alone. Values that are
     neither text nor `os.PathLike` pass.
     """
-    if not isinstance(path, (str, os.PathLike)) or (match := ADDRESS.match(str(path))) is None:
+    if not isinstance(path, (str, os.PathLike)):
+        return
+    if UNEXPANDED.match(text := str(path)):
+        meant = os.path.expandvars(os.path.expanduser(text))
+        raise UserError(
+            f"{name} is {path}: only a shell replaces {text.partition('/')[0]}, where it begins a word and is not in "
+            f"single quotes: write {'the whole path' if meant == text else meant}, or ./{path} for a folder named so"
+        )
+    if (match := ADDRESS.match(text)) is None:
         return
     where = "in a bucket"
     if match[1] not in SCHEMES:
