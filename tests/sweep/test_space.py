@@ -154,6 +154,7 @@ def test_a_formula_that_cannot_be_worked_out_makes_a_point_infeasible() -> None:
         ("command:", "early_terminate: {type: hyperband}\ncommand:", "needs `min_iter`"),
         ("command:", "early_terminate: {type: hyperband, min_itr: 3}\ncommand:", "did you mean 'min_iter'?"),
         ("  dim:\n    value: 256", "  dim: 256", "for one value write `dim: {value: 256}`"),
+        ("  dim:\n    value: 256", "  dim: [64, 256]", "for a choice write `dim: {values: [64, 256]}`"),
         (
             "command:",
             "early_terminate: {type: hyperband, min_iter: 0}\ncommand:",

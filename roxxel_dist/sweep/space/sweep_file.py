@@ -312,7 +312,8 @@ def _parameters(specs: Mapping[str, Any], path: tuple[str, ...], locator: YamlLo
             why = "is empty" if isinstance(key, str) else f"is read as {key!r}, which is no text: write it in quotes"
             raise locator.error(here, f"the name of a parameter {why}")
         if not isinstance(spec, Mapping):
-            raise locator.error(here, f"{spec!r} must be a mapping: for one value write `{key}: {{value: {spec}}}`")
+            meant, of = ("a choice", "values") if isinstance(spec, list) else ("one value", "value")
+            raise locator.error(here, f"{spec!r} must be a mapping: for {meant} write `{key}: {{{of}: {spec}}}`")
         if set(spec) == {"parameters"} and isinstance(spec["parameters"], Mapping):
             yield from _parameters(spec["parameters"], (*here, "parameters"), locator)
             continue
