@@ -140,7 +140,7 @@ def _evaluation() -> Schema:
     )
     # Other losses of the log, such as "train_eval_loss", "val_bal" and "val_loss/NAME".
     whole |= {"additionalProperties": of_type(float)}
-    return {"anyOf": [whole, _list_of(whole, "Of RUN@A:B and RUN@A,B,C: one for each checkpoint, by their steps.")]}
+    return {"anyOf": [whole, _list_of(whole, "a list of them, by their steps, for RUN@A:B and RUN@A,B,C.")]}
 
 
 def _plan() -> Schema:
@@ -150,7 +150,7 @@ def _plan() -> Schema:
         "description": "With --arrays: every array of parameters; otherwise null.",
     }
     failures = of_fields(FailureEstimate)
-    return {"anyOf": [plan, failures | {"description": "With --mtbf: what failures cost."}]}
+    return {"anyOf": [plan, failures | {"description": "what failures cost, with --mtbf."}]}
 
 
 def _launch() -> Schema:
