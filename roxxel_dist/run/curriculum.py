@@ -62,7 +62,8 @@ def check_data(config: Config, data_path: str | Path | None, *, trial: bool = Fa
         config.part(OptimizerConfig).settings(sum(phase.steps or 0 for phase in phases))
     if path is None or not is_tokens(path):
         if path is not None and not Path(path).exists():
-            raise UserError(f"data_path {path}: no such file or folder: check the path")
+            here = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+            raise UserError(f"data_path {path}: no such file or folder{here}: check the path")
         if path is not None and Path(path).is_dir() and not any(files for _, _, files in os.walk(path)):
             raise UserError(f"data_path {path}: there is no file in this folder: name text files, or a folder of them")
         return

@@ -27,6 +27,7 @@ from roxxel_dist.utils.voice import argument
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""
+MOST_YAML_BYTES = 64 << 20
 RECORD = "record"
 """The section of a saved config with the run's environment and versions; loading skips it."""
 
@@ -275,11 +276,15 @@ def read_yaml(path: str | Path, *, unique: bool = True, exponents: bool = False)
     """(the value, the tree of nodes with their lines) of a YAML file; `unique` and `exponents` are those of
     `parse_nodes`. Raises UserError as `parse_nodes`, or where the file cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            data = file.read(MOST_YAML_BYTES + 1)
+        text = data.decode()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
+    if len(data) > MOST_YAML_BYTES:
+        raise UserError(f"{path}: has more than {MOST_YAML_BYTES >> 20} MiB, which no config has: check the path")
     return parse_nodes(text, str(path), unique=unique, exponents=exponents)
 
 

@@ -64,6 +64,8 @@ class Position:
         copy = held.memory and held.memory.newest(store.latest_step() or 0)
         more = {"amend": parts.amend, "origin": parts.origin, "copy": copy, "grad_accum": parts.grad_accum}
         start = begin(store, parts.training, optimizer, options, **more)
+        if copy is None and store.latest_step() is None:
+            held.check_nothing_saved_after(start.step)
         start = add_validation_rows(start, parts.validation_sets, options, partial(_can_validate, parts))
         check(start)
         numbers = start.metadata.schedule.get("settings", {}) | loop_numbers(options)

@@ -8,7 +8,7 @@ from pathlib import Path
 from roxxel_dist.checkpoint import files
 from roxxel_dist.checkpoint.generations import run_identity
 from roxxel_dist.checkpoint.memory import MemoryTier, open_memory
-from roxxel_dist.checkpoint.metadata import read_cursor, write_cursor
+from roxxel_dist.checkpoint.metadata import CURSOR, read_cursor, write_cursor
 from roxxel_dist.checkpoint.reader import DamagedCheckpoint
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_index
@@ -70,6 +70,18 @@ class Resources:
         self.log.text(self.store.set_aside(damage))
         if is_primary() and (cursor := read_cursor(self.folder)):  # a run that was finished is so no longer
             write_cursor(self.folder, self.store.latest_step() or 0, cursor.get("last_step", 0), finished=False)
+
+    def check_nothing_saved_after(self, step: int) -> None:
+        """Check a run without checkpoints that begins at a step: its log would begin anew where they are only away.
+
+        Raises UserError, on every rank, where it has saved a later step.
+        """
+        saved = read_cursor(self.folder).get("step", 0) if is_primary() else 0
+        if (saved := int(broadcast_from_primary("saved step", str(saved)))) > step:
+            raise UserError(
+                f"{self.store.folder} has no checkpoint, and {self.folder / CURSOR} says that step {saved} was saved: "
+                f"put the checkpoints back (a disk may not be mounted), or begin a new run in another folder"
+            )
 
     def close(self, *, failed: bool) -> None:
         """Give all of it back. After a failure, wait for a save under way for at most `CRASH_LIMIT_S`."""

@@ -211,6 +211,19 @@ def test_another_process_damages_it_while_it_is_read(tmp_path):
     store.close()
 
 
+def test_a_run_whose_checkpoints_are_away_does_not_begin_again(corpus, finished_run, tmp_path):
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    (run / "checkpoints").rename(tmp_path / "away")
+    with pytest.raises(ValueError, match=r"has no checkpoint, and .*cursor.json says that step 13 was saved: put"):
+        make(corpus, run)
+    assert rows_of(run) == rows_of(finished_run)
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    (tmp_path / "away").rename(run / "checkpoints")
+    made = make(corpus, run, checkpoint_every=4, max_to_keep=None)
+    assert made.start_step == LAST
+    made.close()
+
+
 def test_a_reader_of_another_run_renames_nothing(corpus, finished_run, tmp_path):
     run, step = copy_damaged(finished_run, tmp_path / "other", "flip", 3, newest=2)
     hint = rf"step {LAST} in .* is damaged: .*; the next older complete one is of step {step}: name that"
