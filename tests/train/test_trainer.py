@@ -207,7 +207,7 @@ def test_the_meter_leaves_out_pauses(monkeypatch):
         (50, meter.pause),
         (0, meter.resume),
         (0, lambda: meter.step(100)),
-        (1, meter.finished),
+        (1, meter.mark_done),
         (7, lambda: None),
     ):
         now[0] += passed
