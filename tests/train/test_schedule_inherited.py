@@ -79,7 +79,7 @@ def branch_of(saved, folder, decay_steps):
     checkpoint = folder / "run" / "checkpoints" / str(STEP)
     checkpoint.mkdir(parents=True)
     (checkpoint / "meta.json").write_text(MetaFile({}, saved.to_dict(), None).to_json())
-    (folder / "run" / "config.yaml").write_text(yaml.safe_dump({"phases": None}))
+    (folder / "run" / "config.yaml").write_text(yaml.safe_dump({"phases": None, "record": {"format": 1}}))
     config = Config(lr_schedule="wsd", decay_steps=decay_steps)
     make_decay_branch(config, CheckpointRef(folder / "run", STEP))
     assert config.warmup_steps is None
