@@ -1,7 +1,7 @@
 """The messages of the controller and a program on a host: one JSON object a line, over its stdin and stdout.
 
 The first order to a program has a `nonce`, and each of its messages begins with that and `PROTOCOL` (`n`).
-Before the start: questions of preflight with `ask`, each with an answer, see `preflight.probe`
+Before the start: questions of preflight with `ask`, each with an answer, see `host.probe`
 To the agent:  warm (command, ranks, key, spares: for a host that is to join) ·
                start (command, ranks: [{rank, env}], total, key, spares, lease) · stop (grace) · kill (after) · dump ·
                alive (at) · first (port: where the first host is asked about leases) · leave
