@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cli.flags import Positional
 from roxxel_dist.cli.parser import parse
+from roxxel_dist.data.files.discovery import check_local
 from roxxel_dist.launcher.output import info, printable
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import bucket_url
@@ -46,6 +47,8 @@ def report(words: list[str]) -> int:
     """Compare runs, or the trials of a study: losses, speed, goodput, configs, importance."""
     args = parse(ReportArgs, words, "report")
     with usage_errors():
+        check_local("--out", args.out)
+        check_local("--best_config", args.best_config)
         url = bucket_url(args.runs[0]) if len(args.runs) == 1 else None
         if url is not None and _in_bucket(args, url):
             return 0

@@ -106,6 +106,7 @@ def folder(tmp_path_factory):
         ([*TRAIN, "--run_dir", "$HOME/r"], "/r, or ./$HOME/r for a folder named so"),
         (["train", "--datasets", "{self: ~/data}"], "of the data is ~/data: only a shell replaces ~"),
         (["data", "build", "corpus.txt", "--out=~/d"], "out is ~/d: only a shell replaces ~"),
+        (["report", "run", "--out=~/d"], "--out is ~/d: only a shell replaces ~"),
         (["sweep", "--sweep_config", "sweep.yaml", "--study", "${NONE_SUCH}/a"], "write the whole path, or ./${NONE_"),
         (["batch", LONG, "--step", "1"], "File name too long"),
         (["data", "build", "x"], "`data build` needs --out OUT (The folder for shards, "),
