@@ -380,12 +380,19 @@ import os, time
 from roxxel_dist.process.progress import Progress
 rank = int(os.environ["ROXXEL_PROCESS_ID"])
 progress = Progress.from_env(rank)
-progress.enter(1)
 if rank == 0:
+    progress.enter(1)
     with progress.doing("save"):
+        open("saving", "w").close()
         time.sleep(1)
+        open("saved", "w").close()
+        time.sleep(1)  # rank 1 has ended before the save, also on a busy machine
 else:
-    time.sleep(1)
+    while not os.path.exists("saving"):
+        time.sleep(0.01)
+    progress.enter(1)
+    while not os.path.exists("saved"):
+        time.sleep(0.01)
 """
     code, out, err = launch("env", sys.executable, "-c", script, step_timeout=0.2).wait()
     assert (code, out, "stuck" in err) == (0, "", False), err
