@@ -28,6 +28,7 @@ from roxxel_dist.utils.voice import argument
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""
 MOST_YAML_BYTES = 64 << 20
+"""A device, or data, that was named by mistake is not read whole."""
 RECORD = "record"
 """The section of a saved config with the run's environment and versions; loading skips it."""
 
@@ -278,13 +279,13 @@ def read_yaml(path: str | Path, *, unique: bool = True, exponents: bool = False)
     try:
         with Path(path).open("rb") as file:
             data = file.read(MOST_YAML_BYTES + 1)
+        if len(data) > MOST_YAML_BYTES:
+            raise UserError(f"{path}: has more than {MOST_YAML_BYTES >> 20} MiB, which no config has: check the path")
         text = data.decode()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
-    if len(data) > MOST_YAML_BYTES:
-        raise UserError(f"{path}: has more than {MOST_YAML_BYTES >> 20} MiB, which no config has: check the path")
     return parse_nodes(text, str(path), unique=unique, exponents=exponents)
 
 

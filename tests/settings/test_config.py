@@ -375,3 +375,12 @@ def test_the_config_of_a_run_of_another_format_is_refused(tmp_path, written):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**saved, "record": {"seed": 1, **written}}))
     with pytest.raises(FormatError, match=r"config\.yaml: (no )?format.*, and this version reads format 1: it was"):
         Config.from_yaml(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("start", [b"", b"\xe2\x82"])
+def test_a_file_that_is_no_config_is_not_read_whole(tmp_path, start):
+    with (tmp_path / "data.bin").open("wb") as file:
+        file.write(start)
+        file.truncate(1 << 27)
+    with pytest.raises(ValueError, match=r"data.bin: has more than 64 MiB, which no config has: check the path"):
+        Config.from_yaml(tmp_path / "data.bin")
