@@ -93,13 +93,14 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     """Files with tests that are given more time come first, so that no worker is left alone with a long one.
 
-    Behind them the order is that of paths, the same for all workers.
+    Behind them the order is that of the names of files, the same for all workers: rooms whose tests wait, as the
+    launcher's, and rooms whose tests compute are mixed, so that not all workers wait at once.
     """
     limits = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
         limits[item.path] = max(limits.get(item.path, 0), mark.args[0] if mark else 0)
-    items.sort(key=lambda item: (-limits[item.path], item.path))
+    items.sort(key=lambda item: (-limits[item.path], item.path.name, item.path))
 
 
 @pytest.fixture(scope="session", autouse=True)
