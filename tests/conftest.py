@@ -45,7 +45,7 @@ from xdist.scheduler import LoadGroupScheduling
 from roxxel_dist.data.dataset import Roxxel
 
 gc.disable()  # nothing to find in what is imported and collected: it took a third of the time until the first test
-gc.set_threshold(50_000, 20, 10)  # a trace of jax makes many objects, which stay
+gc.set_threshold(300_000, 10, 10)  # a trace of jax makes many objects: most stay, or go without a collection
 jax.config.update("jax_num_cpu_devices", 8)
 # Of each property `make test` tries a few examples, always the same, and `make test-long` many.
 settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
@@ -122,10 +122,15 @@ def pytest_runtest_teardown(item):
             sys.modules["kept_steps"].forget()
         jax.clear_caches()
         gc.collect()
+        gc.freeze()  # what stayed is not gone through again
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is free
         item.config.stash[KEPT_BYTES] = resident_bytes()
     return result
+
+
+def pytest_sessionfinish():
+    gc.freeze()  # pytest collects five times at its end
 
 
 def resident_bytes():
