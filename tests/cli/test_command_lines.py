@@ -93,6 +93,13 @@ def parsed(path):
     return list(ast.walk(tree))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_trees_stay():
+    """They are a million objects, through which each collection of garbage of this process would go."""
+    yield
+    parsed.cache_clear()
+
+
 @functools.cache
 def messages(path):
     """(line, text) of every sentence in a module that is no docstring; what is put in is a 1."""
@@ -108,11 +115,12 @@ def messages(path):
     return found
 
 
+@functools.cache
 def helps(path):
     """(line, text) of the docstrings of what a command takes: `--help` shows them."""
-    for node in parsed(path):
-        if isinstance(node, ast.ClassDef) and node.name.endswith(("Args", "Options", "Config")):
-            yield from ((one.lineno, one.value.value) for one in ast.walk(node) if is_text(one))
+    shown = (node for node in parsed(path) if isinstance(node, ast.ClassDef))
+    shown = (node for node in shown if node.name.endswith(("Args", "Options", "Config")))
+    return [(one.lineno, one.value.value) for node in shown for one in ast.walk(node) if is_text(one)]
 
 
 def is_text(node):
