@@ -33,9 +33,54 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-def run_script(source, *words):
-    """In a process of its own: what fails in the storage library leaves threads and noise behind."""
-    return subprocess.run([sys.executable, "-c", source, *words], capture_output=True, text=True, timeout=200)
+# A process for each script, by a fork: jax and orbax, which take longer to import than all else, are imported once.
+FORKS = """
+import gc, json, os, sys, warnings
+import jax.numpy, roxxel_dist.checkpoint.store, roxxel_dist.train.checkpointer
+gc.collect()
+gc.freeze()  # what is there stays shared
+for line in sys.stdin:
+    source, words, *streams = json.loads(line)
+    with warnings.catch_warnings(action="ignore"):  # of jax, whose threads do not run yet
+        pid = os.fork()
+    if pid == 0:
+        for number, path in enumerate(streams, 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        sys.argv = ["-c", *words]
+        exec(source, {"__name__": "__main__"})
+        sys.exit()
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+class Scripts:
+    """Scripts in processes of their own: what fails in the storage library leaves threads and noise behind."""
+
+    def __init__(self, forks, folder):
+        self._forks, self._folder = forks, folder
+
+    def start(self, source, *words):
+        """The process of a script."""
+        self._streams = [self._folder / f"{number}" for number in (1, 2)]
+        for path in self._streams:
+            path.write_text("")
+        self._forks.stdin.write(json.dumps([source, [*map(str, words)], *map(str, self._streams)]) + "\n")
+        self._forks.stdin.flush()
+        return int(self._forks.stdout.readline())
+
+    def end(self):
+        """The exit code of the script that was started, and what it printed."""
+        code = int(self._forks.stdout.readline())
+        return subprocess.CompletedProcess((), code, *[path.read_text() for path in self._streams])
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", FORKS], **pipes) as forks:
+        yield Scripts(forks, tmp_path_factory.mktemp("scripts"))
+        forks.stdin.close()
 
 
 DAMAGED = """
@@ -67,8 +112,9 @@ for what in ("meta.json", "state/manifest.ocdbt", "state/d", "half"):
 """
 
 
-def test_a_damaged_one_is_named_with_the_way_out(tmp_path):
-    done = run_script(DAMAGED, tmp_path)
+def test_a_damaged_one_is_named_with_the_way_out(scripts, tmp_path):
+    scripts.start(DAMAGED, tmp_path)
+    done = scripts.end()
     lines = done.stdout.splitlines()
     assert len(lines) == 4, done.stderr
     for line in lines:
@@ -124,9 +170,10 @@ print(json.dumps([told, left, known, exact]))
 """
 
 
-def test_a_full_disk(small_disk):
+def test_a_full_disk(scripts, small_disk):
     """A real one: the save fails, is reported once, leaves nothing, and the next one succeeds once there is room."""
-    done = run_script(FULL, small_disk)
+    scripts.start(FULL, small_disk)
+    done = scripts.end()
     assert done.returncode == 0, done.stderr
     told, left, known, exact = json.loads(done.stdout)
     full = r"could not be saved in .*/c \(rank 0: No space left on device\); the newest complete one is of step 1"
@@ -172,19 +219,19 @@ for step in range(1, 1000):
 """
 
 
-def test_killed_in_the_midst_of_a_save(tmp_path):
+def test_killed_in_the_midst_of_a_save(scripts, tmp_path):
     folder = tmp_path / "c"
 
     def begun():
         return [name for name in names(folder) if "tmp" in name] if folder.is_dir() else []
 
     for _ in range(5):
-        saver = subprocess.Popen([sys.executable, "-c", ENDLESS, folder])
+        saver = scripts.start(ENDLESS, folder)
         try:
             wait_for(lambda: any(not name.startswith(("1.", "2.")) for name in begun()), what="a save")
         finally:
-            saver.send_signal(signal.SIGKILL)
-            saver.wait()
+            os.kill(saver, signal.SIGKILL)
+            scripts.end()
         if begun():  # or it was killed just after
             break
     left = names(folder)

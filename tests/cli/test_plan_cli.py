@@ -9,6 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 from commands import command, environment, run
+from kept_steps import kept, no_curve  # noqa: F401  (of the tests here)
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main

@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from kept_steps import kept, no_curve  # noqa: F401  (of the tests here)
 
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cli import main

@@ -36,7 +36,7 @@ def url(server, link, request):
 def texts(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
-    for i in range(40):
+    for i in range(14):
         words = random.Random(i).choices(("tokens", "of", "a", "text", "that", "is", "long"), k=5000)
         (folder / f"{i:02}.txt").write_text(" ".join(words))
     return folder

@@ -475,15 +475,15 @@ def test_many_ranks_on_this_machine_may_open_their_files(tmp_path: Path) -> None
     """A soft limit is raised: rank 61 of 120 once could not be started, and with a hard one the job is refused."""
     program = (
         "import resource, sys; from roxxel_dist.cli import main; "
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1]))); sys.exit(main(sys.argv[2:]))"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, int(sys.argv[1]))); sys.exit(main(sys.argv[2:]))"
     )
-    words = ["launch", "local", "--nprocs", "20", "--max-restarts", "0", "--", "true"]
-    for hard, code in ((4096, 0), (128, 69)):
+    words = ["launch", "local", "--nprocs", "8", "--max-restarts", "0", "--", "true"]
+    for hard, code in ((4096, 0), (64, 69)):
         command = [sys.executable, "-c", program, str(hard), *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path)
         assert done.returncode == code, done.stderr
-    assert "20 ranks need up to 240 open files here, and this machine allows 128 (`ulimit -Hn`)" in done.stderr
-    assert "(`sudo prlimit --pid $$ --nofile=240`), or use fewer ranks" in done.stderr
+    assert "8 ranks need up to 144 open files here, and this machine allows 64 (`ulimit -Hn`)" in done.stderr
+    assert "(`sudo prlimit --pid $$ --nofile=144`), or use fewer ranks" in done.stderr
 
 
 def test_a_job_that_needs_more_open_files_than_there_may_be_is_refused(tmp_path: Path) -> None:

@@ -27,9 +27,11 @@ SHOW = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
 
 # A rank for each line of its stdin, by a fork: jax, which takes longer to import than all else, is imported once.
 FORKS = """
-import json, os, sys, warnings
+import gc, json, os, sys, warnings
 import roxxel_dist.cluster.distributed
 from roxxel_dist.launcher.host.worker import main
+gc.collect()
+gc.freeze()  # what is there stays shared
 for line in sys.stdin:
     command, cwd, environ, *streams = json.loads(line)
     with warnings.catch_warnings(action="ignore"):  # of jax, whose threads do not run yet
@@ -124,7 +126,9 @@ def test_another_python_is_run_as_it_is_and_told(tmp_path: Path, worker: Worker)
         pytest.param(["train", "--run_dir", "r"], marks=pytest.mark.long),
     ],
 )
-def test_a_rank_tells_what_it_does_before_the_program_begins(command: list[str], tmp_path: Path) -> None:
+def test_a_rank_tells_what_it_does_before_the_program_begins(
+    command: list[str], tmp_path: Path, worker: Worker
+) -> None:
     """It says that it joins the others (who are not there), and a program begins without a limit."""
     (tmp_path / "show.py").write_text("print('begun')")
     fd = progress.create(tmp_path / "progress", 2)
@@ -143,9 +147,7 @@ def test_a_rank_tells_what_it_does_before_the_program_begins(command: list[str],
                 assert rank.poll() is None
             rank.kill()
     assert said == ["", "start", "join"]
-    alone = {**os.environ, "ROXXEL_PROGRESS": str(tmp_path / "progress")}
-    program[3:] = command
-    subprocess.run(program, cwd=tmp_path, env=alone, capture_output=True, timeout=60, check=False)
+    worker(*command, cwd=tmp_path, ROXXEL_PROGRESS=str(tmp_path / "progress"))
     last = progress.read(fd, 0)
     assert (last.activity, last.pid > 0) == ("start" if command[0] == "train" else "exit", True)
     os.close(fd)

@@ -107,7 +107,7 @@ ASHA_BAYES = {**ASHA, "method": "bayes"}
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_drivers_that_are_killed_decide_the_same(study, kills):
     seed = int.from_bytes(os.urandom(4))
     print(f"seed {seed}")
