@@ -12,6 +12,8 @@ SMALL = {
     "ema": 0.99,
     "phases": [{"steps": 14, "batch_size": 4, "seq_len": 17}, {"steps": 8, "batch_size": 4, "seq_len": 17}],
 }  # fmt: skip
+MODEL = "runs:build"
+"""A model that compiles soon, with dropout too."""
 
 
 @pytest.fixture(scope="session")
@@ -40,4 +42,4 @@ def trained(tokens, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def clean(trained):
-    return trained()
+    return trained(model=MODEL)

@@ -18,13 +18,13 @@ KINDS = {
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_this_kind_is_equal_to_the_bit_and_a_step_of_it_is_written(
-    kind, trained, clean, tmp_path, capsys, monkeypatch
+    kind, trained, tmp_path, capsys, monkeypatch
 ):
     fields = {"phases": PHASE, "n_devices": 0} | KINDS[kind]
     if fields.get("virtual_shards"):
         monkeypatch.setenv("PJRT_NPROC", "16")  # that of the run; this process has another one all the while
     if fields.get("use_lora"):
-        fields |= {"init_from": str(clean)}
+        fields |= {"init_from": str(trained())}
     run = trained(**fields)
     capsys.readouterr()
     assert main(["audit", str(run)]) == 0, "".join(capsys.readouterr())

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist.curriculum.plan import Plan
@@ -46,7 +46,6 @@ def apart(*args, **options):
 
 
 @given(shares, shares, shares, shares, st.integers(1, STEPS - 1), st.integers(1, STEPS - 1), st.booleans())
-@settings(max_examples=40)
 def test_no_share_and_no_end_of_a_phase_changes_the_order(a, b, c, d, first, second, by_row):
     blend = "row" if by_row else "step"
     one, other = (windows(apart(pair, end, blend)) for pair, end in (((a, b), first), ((c, d), second)))
@@ -64,7 +63,6 @@ def test_passes_together_do_not_have_that():
 
 
 @given(shares, shares, st.integers(1, STEPS - 1))
-@settings(max_examples=30)
 def test_every_pass_reads_each_window_once(first, second, end):
     for name, found in windows(apart((first, second), end)).items():
         size = rows_in_a_pass(SETS[name], LENGTH)
@@ -76,7 +74,6 @@ def test_every_pass_reads_each_window_once(first, second, end):
 
 
 @given(shares, shares, st.integers(1, STEPS - 1))
-@settings(max_examples=30)
 def test_shares_hold_whatever_the_passes(first, second, end):
     plan = apart((first, second), end)
     for low, stop, weights in ((0, end, first), (end, STEPS, second)):
@@ -86,7 +83,6 @@ def test_shares_hold_whatever_the_passes(first, second, end):
 
 
 @given(shares, shares, st.integers(1, STEPS - 1), st.sampled_from([(17, 33), (33, 17), (17, 17)]))
-@settings(max_examples=30)
 def test_no_token_twice_in_a_pass_whatever_the_lengths(first, second, end, lengths):
     plan = apart((first, second), end, lengths=lengths)
     for number, name in enumerate(plan.datasets):

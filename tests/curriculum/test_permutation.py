@@ -25,14 +25,18 @@ def test_stays_inside_large_domains_and_never_repeats(n, seed):
     assert len(np.unique(images)) == len(index)
 
 
-@pytest.mark.parametrize("n", [2**22, 2**22 + 1])
+@pytest.mark.parametrize("n", [pytest.param(2**22, marks=pytest.mark.long), 2**22 + 1])
 def test_is_a_bijection_where_the_arithmetic_grows_wider(n):
     images = Permutation(n, [5])(np.arange(n))
     assert np.bincount(images, minlength=n).max() == 1
 
 
+SIZES = [3, 7, 65, *(pytest.param(n, marks=pytest.mark.long) for n in (5, 16, 100))]
+"""Of more than 64 there are half as many rounds."""
+
+
 @pytest.mark.parametrize("trials", [1000, pytest.param(4000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("n", [2, 3, 5, 7, 16, 65, 100])
+@pytest.mark.parametrize("n", [2, *SIZES])
 def test_every_place_is_equally_likely(n, trials):
     """Chi-square of where each index lands over many keys; the limit is far out in the tail of its distribution."""
     counts = np.zeros((n, n))
@@ -46,7 +50,7 @@ def test_every_place_is_equally_likely(n, trials):
 
 
 @pytest.mark.parametrize("trials", [2000, pytest.param(8000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("n", [3, 5, 7, 16, 65, 100])
+@pytest.mark.parametrize("n", SIZES)
 def test_two_neighbours_land_on_every_pair_of_places(n, trials):
     counts = np.zeros((n, n))
     for key in range(trials):

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from roxxel_dist.run import experiment
-from roxxel_dist.train import steps
+from roxxel_dist.train import programs, steps
 from roxxel_dist.train.step import state
 from roxxel_dist.weights import load
 
 PLACES = (
     (steps, ("make_step", "make_eval_step")),
     (state, ("trace_module", "_init_programs")),
+    (programs, ("check_update",)),
     (load, ("trace_module",)),
 )
 """The modules and the functions whose results are kept."""

@@ -45,6 +45,12 @@ def module(**fields):
     return with_numbers(lambda: model(**fields), rate=fields.get("dropout_rate", 0.0))
 
 
+def build(config, rngs):
+    """Such a model of a `Config`, whose `model` is "runs:build"."""
+    sizes = {"dim": config.dim, "vocab_size": config.vocab_size, "dropout_rate": config.dropout_rate}
+    return Bigram(ModelConfig(**sizes), rngs)
+
+
 def make(corpus, path, phases=PHASES, loss_fn=next_token_loss, **options):
     """A trainer that has taken up its run: on two devices, where nothing else is asked for."""
     usual = {"eval_every": 5, "checkpoint_every": 100, "log_every": 1, "eval_iters": 2, "val_fraction": 0.1}

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import with_numbers
 from states import init_state
 
 from roxxel_dist.cluster.mesh import make_mesh
@@ -45,7 +46,8 @@ def place(leaf):
 
 def test_a_step_changes_the_adapters_alone():
     mesh = make_mesh(2)
-    parts, state, inputs = init_state(transformer, InitialState(ADAM), mesh, fsdp=True)
+    net = with_numbers(transformer, alpha_balance=0.0, rate=0.1)
+    parts, state, inputs = init_state(net, InitialState(ADAM), mesh, fsdp=True)
     assert all(".lora_" in name for name in state.params)
     assert len(state.params) == 4
     assert len(parts.frozen.names) == 8

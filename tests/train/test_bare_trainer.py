@@ -194,7 +194,8 @@ def test_ctrl_c_in_fit_returns_a_result_that_says_so(corpus, tmp_path):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    config = Config(**SHAPE, epochs=1000, batch_size=4, n_devices=1, log_every=1, eval_iters=1)
+    shape = {"model": "runs:build", "dim": 16, "max_context": 16}
+    config = Config(**shape, epochs=1000, batch_size=4, n_devices=1, log_every=1, eval_iters=1)
     watcher = threading.Thread(target=interrupt)
     watcher.start()
     result = Experiment(config).fit("data", "stopped")

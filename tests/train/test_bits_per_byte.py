@@ -2,12 +2,12 @@
 
 import math
 
-import jax
 import numpy as np
 import optax
 import pytest
 import tokenizers
-from runs import model, rows, train
+from flax import nnx
+from runs import module, rows, train
 from tokenizers import models, pre_tokenizers, trainers
 
 from roxxel_dist import Phase, Roxxel
@@ -46,7 +46,7 @@ def sets(tmp_path_factory):
 def validated(data, path, phase, loss_fn=token_losses, **options):
     """The row of the first validation of a run."""
     vocabulary = data.vocab_size
-    options = {"val_fraction": 0.3, "eval_iters": 3, "model": lambda: model(vocab_size=vocabulary)} | options
+    options = {"val_fraction": 0.3, "eval_iters": 3, "model": module(vocab_size=vocabulary)} | options
     options["optimizer"] = optax.sgd(0.0)
     train(data, path, [phase], loss_fn=loss_fn, **options)
     return rows(path)[0]
@@ -55,7 +55,7 @@ def validated(data, path, phase, loss_fn=token_losses, **options):
 def nats_after(data):
     """[V, V]: the loss of each token after each, of the model before its first step."""
     vocabulary = data.vocab_size
-    logits = jax.jit(lambda: model(vocab_size=vocabulary)(np.arange(vocabulary)[None]))()[0]
+    logits = nnx.jit(lambda model, tokens: model(tokens))(module(vocab_size=vocabulary), np.arange(vocabulary)[None])[0]
     shares = np.exp(np.asarray(logits, np.float64))
     return -np.log(shares / shares.sum(-1, keepdims=True))
 

@@ -51,6 +51,7 @@ FEATURES = {
     ),
     "capacity": (FEW, {}),
     "capacity, long rows": (FEW, {"rows": 4}),
+    "capacity, long rows, accumulation": (FEW, {"rows": 8, "grad_accum": 2}),
     "capacity, packing, fsdp, tensor, accumulation": (
         FEW, {"packed": True, "fsdp": True, "tensor": 2, "grad_accum": 2},
     ),
@@ -112,22 +113,20 @@ def alone(name, steps):
 
 
 def cases():
-    quick = {("capacity, long rows", 8, 4)}
     for name in FEATURES:
         for devices, experts in ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)):
             if FEATURES[name][1].get("tensor", 1) * experts <= devices and FEATURES[name][1].get("rows", 16) >= experts:
-                marks = () if (name, devices, experts) in quick else pytest.mark.long
-                yield pytest.param(name, devices, experts, marks=marks, id=f"{name}, {experts} of {devices}")
+                yield pytest.param(name, devices, experts, id=f"{name}, {experts} of {devices}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "devices", "experts"), list(cases()))
-def test_losses_are_those_of_one_device(name, devices, experts, request):
+def test_losses_are_those_of_one_device(name, devices, experts):
     fields, options = FEATURES[name][0], dict(FEATURES[name][1])
     axes = {"tensor": options.pop("tensor", 1), "fsdp": 0 if options.get("fsdp") else 1}
-    steps = 30 if request.node.get_closest_marker("long") else 3
-    found, _ = trained(make_mesh(devices, expert=experts, **axes), fields, steps, **options)
+    found, _ = trained(make_mesh(devices, expert=experts, **axes), fields, 30, **options)
     rtol = 1e-6 if axes["tensor"] == 1 else 2e-6  # sums in two parts are off by as much with all experts on each device
-    assert_those_of_one_device(found, alone(name, steps), rtol)
+    assert_those_of_one_device(found, alone(name, 30), rtol)
 
 
 def assert_those_of_one_device(found, expected, rtol):
@@ -157,10 +156,12 @@ def test_a_token_between_two_experts_moves_a_run_of_one_device_as_far():
 
 
 def test_each_device_has_its_experts_and_no_other_is_sent():
-    """Neither parameters nor moments, in a step with micro-batches either; what is sent are the tokens. The losses are
-    those of one device.
+    """Neither parameters nor moments, in a step with micro-batches of rows that are cut either; what is sent are the
+    tokens. The losses are those of one device.
     """
-    step, state, *_ = made = training(make_mesh(8, expert=8), {}, grad_accum=2)
+    case = "capacity, long rows, accumulation"
+    fields, options = FEATURES[case]
+    step, state, *_ = made = training(make_mesh(8, expert=4), fields, **options)
     of_experts = [
         leaf for path, leaf in jax.tree.leaves_with_path(state) if "feedforward" in (name := str(path)) and
         ("gate_up" in name or "down" in name)
@@ -168,11 +169,11 @@ def test_each_device_has_its_experts_and_no_other_is_sent():
     assert len(of_experts) == 6, "two matrices, each with two moments"
     for leaf in of_experts:
         assert leaf.sharding.spec == P(None, "expert"), leaf.sharding
-        assert leaf.addressable_shards[0].data.size * 8 == leaf.size
+        assert leaf.addressable_shards[0].data.size * 4 == leaf.size
     cost = program_cost(step.as_text(), [0] * 8)
     assert cost.collectives["all-to-all"] > 0
     assert max(cost.gathered.values(), default=0) < 1 << 16, "no matrices of experts"
-    assert_those_of_one_device(ran(made, 3)[0], alone("accumulation", 3), 1e-6)
+    assert_those_of_one_device(ran(made, 3)[0], alone(case, 3), 1e-6)
 
 
 @pytest.mark.long

@@ -87,11 +87,11 @@ def test_memory_of_the_process_where_devices_do_not_say():
     code = """
 from roxxel_dist.train.step.throughput import peak_memory_gb, peak_rss_bytes
 before = peak_rss_bytes()
-block = bytearray(b"x" * 200_000_000)
+block = bytearray(b"x") * 50_000_000
 del block
 print(peak_rss_bytes() - before, peak_memory_gb())
 """
     grown, memory = subprocess.check_output([sys.executable, "-c", code], text=True).split(" ", 1)
-    assert int(grown) > 180_000_000, "the peak counts, not what is held now"
+    assert int(grown) > 45_000_000, "the peak counts, not what is held now"
     assert memory.startswith("{'ram_gb': ")
     assert 0.2e9 < peak_rss_bytes() < 1e12

@@ -21,7 +21,7 @@ from roxxel_dist.run.record import check_same_run
 from roxxel_dist.settings.training import TRIAL
 
 CONFIG = {
-    "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 32, "lr": 0.01, "virtual_shards": 4, "n_devices": 1,
+    "model": "runs:build", "dim": 16, "max_context": 32, "lr": 0.01, "virtual_shards": 4, "n_devices": 1,
     "log_every": 1, "checkpoint_every": 1, "memory_checkpoint_every": 0, "val_fraction": 0, "wandb": "off",
     "phases": [{"steps": 4, "batch_size": 16, "seq_len": 17}],
 }  # fmt: skip

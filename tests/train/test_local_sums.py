@@ -40,11 +40,10 @@ def cut_small_arrays(monkeypatch):
     monkeypatch.setattr("roxxel_dist.cluster.parameter_sharding.FSDP_MIN_SIZE", 256)
 
 
-def taken(mesh, *, fsdp=True, **fields):
-    """(the split model, its state, the hparams) of a Transformer."""
-    split, state, hparams = init_state(
-        transformer(**SHAPE | fields), InitialState(as_optimizer(optax.sgd(1.0))), mesh, fsdp=fsdp
-    )
+def taken(mesh, *, fsdp=True, model=None, **fields):
+    """(the split model, its state, the hparams) of a Transformer, or of what `model` makes."""
+    made = transformer(**SHAPE | fields) if model is None else model()
+    split, state, hparams = init_state(made, InitialState(as_optimizer(optax.sgd(1.0))), mesh, fsdp=fsdp)
     return split, state, hparams | scalars_on(mesh, {"spike_factor": 0.0})
 
 
@@ -69,6 +68,10 @@ def measured(mesh, packed, **how):
     return {name: before[name] - np.asarray(after.params[name]) for name in before}, jax.device_get(metrics), step
 
 
+def own():
+    return with_numbers(lambda: Bigram(ModelConfig(dim=16, vocab_size=64), nnx.Rngs(params=0)))
+
+
 def collectives_in_loops(text):
     """The lines of a program that send more than 64 numbers within a loop."""
     lines = [line for line in text.splitlines() if "/while/" in line and "channel_id" in line]
@@ -84,7 +87,8 @@ def collectives_in_loops(text):
         pytest.param({}, False, {"fsdp": False, "scan_layers": True}, id="data", marks=pytest.mark.long),
         pytest.param({"fsdp": 4, "tensor": 2}, False, CHUNKS, id="tensor", marks=pytest.mark.long),
         pytest.param({"fsdp": 8}, False, {"dtype": jnp.bfloat16}, id="bfloat16", marks=pytest.mark.long),
-        pytest.param({"fsdp": 8}, True, EXPERTS | {"dropout_rate": 0.2}, id="experts, dropout"),
+        pytest.param({"fsdp": 8}, True, {"model": own}, id="a model of one's own"),
+        pytest.param({"fsdp": 8}, True, EXPERTS | {"dropout_rate": 0.2}, id="experts, dropout", marks=pytest.mark.long),
     ],
 )
 def test_numbers_are_those_of_one_device_and_no_loop_of_sums_sends(axes, packed, how):
@@ -103,6 +107,7 @@ def test_numbers_are_those_of_one_device_and_no_loop_of_sums_sends(axes, packed,
     if "tensor" not in axes and not how.keys() & {
         "use_moe",
         "dropout_rate",
+        "model",
     }:  # along "tensor" the layers themselves send
         assert not collectives_in_loops(step.as_text())
 
@@ -127,16 +132,10 @@ def test_micro_batches_send_what_a_whole_batch_sends(axes):
     assert sent(4) <= 1.1 * sent(1)
 
 
-def told(mesh=None, loss_fn=token_losses, rows=ROWS, model=None, **fields):
+def told(mesh=None, loss_fn=token_losses, rows=ROWS, **fields):
     mesh = mesh or make_mesh(fsdp=8)
     split, state, hparams = taken(mesh, **fields)
-    if model is not None:
-        split, state, hparams = init_state(model(), InitialState(as_optimizer(optax.sgd(1.0))), mesh, fsdp=True)
     return accumulation(split, loss_fn, state, hparams, batch_sharding(mesh), (rows, LENGTH), COUNT, None)
-
-
-def own():
-    return with_numbers(lambda: Bigram(ModelConfig(dim=16, vocab_size=64), nnx.Rngs(params=0)))
 
 
 class Inside(nnx.Module):
@@ -198,7 +197,7 @@ def test_without_fsdp_it_costs_no_memory(monkeypatch):
     found = told(fsdp=False, mesh=make_mesh())
     assert found.local is not None
     assert found.text == "the gradient of 4 micro-batches is summed on each device, and sent once"
-    assert told(fsdp=False, mesh=make_mesh(), model=None, dropout_rate=0.1).whole is None
+    assert told(fsdp=False, mesh=make_mesh(), dropout_rate=0.1).whole is None
 
 
 def test_a_program_of_the_rows_of_a_device_counts_those_alone():

@@ -28,8 +28,8 @@ FEATURES = {
     "mla, remat, scan": MLA | {"gradient_checkpointing": True, "scan_layers": True},
     "experts": {"use_moe": True, "n_experts": 4},
     "dropout, logits in chunks": {"dropout_rate": 0.2, "loss_chunk": 32, "scan_layers": True},
-    "one layer": {"dropout_rate": 0.2, "loss_chunk": 32, "num_blocks": 1},
 }
+ONE_LAYER = {"dropout_rate": 0.2, "loss_chunk": 32, "num_blocks": 1, "gradient_checkpointing": True}
 
 
 def batch(seed, shape, place, packed):
@@ -81,8 +81,7 @@ def losses_of(training, steps):
 
 
 def cases():
-    """Every feature with 1, 2 and 6 rows, and with axes of parameters; `make test` has one."""
-    quick = ("one layer", 1, "fsdp 8")
+    """Every feature with 1, 2 and 6 rows, and with axes of parameters."""
     meshes = {
         "data 8": {},
         "fsdp 8": {"fsdp": 8},
@@ -93,12 +92,10 @@ def cases():
         for rows in (1, 2, 6):
             for label, axes in meshes.items():
                 for packed in (False, True):
-                    marks = () if (name, rows, label) == quick and packed else pytest.mark.long
-                    yield pytest.param(
-                        fields, rows, axes, packed, marks=marks, id=f"{name}, {rows} x {label}, {packed}"
-                    )
+                    yield pytest.param(fields, rows, axes, packed, id=f"{name}, {rows} x {label}, {packed}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fields", "rows", "axes", "packed"), list(cases()))
 def test_losses_are_those_of_one_device(fields, rows, axes, packed):
     options = {"fsdp": "fsdp" in axes, "packed": packed}
@@ -106,6 +103,16 @@ def test_losses_are_those_of_one_device(fields, rows, axes, packed):
     found = losses(make_mesh(**axes), fields, (rows, 131), steps, **options)
     alone = losses(make_mesh(1), fields, (rows, 131), steps, packed=packed)
     np.testing.assert_allclose(found, alone, rtol=2e-5)
+
+
+def test_a_row_of_documents_on_eight_devices_and_what_they_gather():
+    """The losses are those of one device, and keys and values alone are gathered; with parameters that are cut too."""
+    alone, cut = (
+        compiled(mesh, ONE_LAYER, (1, 131), packed=True, fsdp=fsdp)
+        for mesh, fsdp in ((make_mesh(1), False), (make_mesh(fsdp=8), True))
+    )
+    np.testing.assert_allclose(losses_of(cut, 2), losses_of(alone, 2), rtol=2e-5)
+    assert_keys_and_values_alone_are_gathered(cut[0], (16, 1, 2, 9, 16), layers=1, lengths=(130, 144))
 
 
 THIRTY = {
@@ -220,16 +227,29 @@ def test_one_row_of_2049_tokens_on_eight_devices():
     assert temporaries[1] <= temporaries[0] / 4
 
 
+def assert_keys_and_values_alone_are_gathered(program, keys, layers, lengths):
+    """Once a layer and direction, keys and values each in blocks of tokens (blocks, rows, heads, tokens, width).
+
+    An activation would have one of the `lengths`.
+    """
+    gathered = arrays_of(program, "all-gather")
+    long = [shape for shape in gathered if len(shape) > 3 or not set(lengths).isdisjoint(shape)]
+    assert set(long) == {keys}
+    assert len(long) == 2 * 2 * layers
+    assert {shape for shape in arrays_of(program, "reduce-scatter") if len(shape) > 3} == {(2, *keys[1:])}
+
+
 REMAT = {"gradient_checkpointing": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
-        pytest.param({}, {}, marks=pytest.mark.long),
+        ({}, {}),
         (REMAT | {"num_blocks": 1}, {}),
-        pytest.param(REMAT | {"scan_layers": True}, {"fsdp": 8}, marks=pytest.mark.long),
-        pytest.param({"kv_heads": 4, "dropout_rate": 0.1}, {"fsdp": 2}, marks=pytest.mark.long),
+        (REMAT | {"scan_layers": True}, {"fsdp": 8}),
+        ({"kv_heads": 4, "dropout_rate": 0.1}, {"fsdp": 2}),
     ],
 )
 def test_keys_and_values_alone_are_gathered_once_a_layer_and_direction(fields, axes):
@@ -237,10 +257,8 @@ def test_keys_and_values_alone_are_gathered_once_a_layer_and_direction(fields, a
     program = compiled(make_mesh(**axes), fields, (1, 2049), fsdp="fsdp" in axes)[0]
     layers, heads, width = fields.get("num_blocks", 2), fields.get("kv_heads", 2), 16
     keys = 16, 1, heads, 128, width  # in blocks of 128 tokens
-    long = [shape for shape in arrays_of(program, "all-gather") if 2048 in shape or len(shape) > 3]
-    assert set(long) == {keys}
-    assert len(long) == 2 * 2 * (1 if "scan_layers" in fields else layers)
-    assert {shape for shape in arrays_of(program, "reduce-scatter") if len(shape) > 3} == {(2, *keys[1:])}
+    loops = 1 if "scan_layers" in fields else layers
+    assert_keys_and_values_alone_are_gathered(program, keys, layers=loops, lengths=(2048,))
     if not axes:
         sent = program_cost(program.as_text(), [0] * 8).collectives["all-gather"]
         assert sent == 2 * 2 * layers * math.prod(keys) * 4 * 7 / 8

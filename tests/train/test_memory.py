@@ -13,12 +13,13 @@ import pytest
 from runs import make, rows, told, train
 from small_disks import mounted_disk
 
-from roxxel_dist import Roxxel
+from roxxel_dist import Phase, Roxxel
 from roxxel_dist.checkpoint import blocks, memory
 from roxxel_dist.checkpoint.blocks import MAGIC, PREAMBLE, BlockFile, DamagedFile, Header, read_blocks, read_header
 from roxxel_dist.model.loss import next_token_loss
 
 EVERY_STEP = {"memory_checkpoint_every": 1, "checkpoint_every": 4, "keep_best": True}
+ONE_SHAPE = [Phase(13, 8, 17)]
 TIMES = {"ms_per_step", "tokens_per_s", "ram_gb"}
 
 
@@ -176,7 +177,7 @@ def test_a_rewind_voids_the_copies(corpus, folder, tmp_path):
         return next_token_loss(model, batch) * jnp.where(bad, jnp.nan, 1.0)
 
     path = tmp_path / "run"
-    made = make(corpus, path, loss_fn=loss, on_bad_step="rewind", **EVERY_STEP)
+    made = make(corpus, path, ONE_SHAPE, loss_fn=loss, on_bad_step="rewind", **EVERY_STEP)
     dropped = []
     drop = made.loop.held.memory.drop
 
@@ -193,7 +194,7 @@ def test_a_rewind_voids_the_copies(corpus, folder, tmp_path):
 
 
 def make_plan(corpus, tmp_path):
-    made = make(corpus, tmp_path / "plan")
+    made = make(corpus, tmp_path / "plan", ONE_SHAPE)
     made.close()
     return made.plan
 

@@ -216,10 +216,10 @@ def test_clipping_is_optaxs_and_zero_is_none(limit):
 
 def test_the_norm_of_bfloat16_gradients_is_summed_in_float32():
     """In bfloat16, 256 + 1 is 256: many small leaves beside a large one would be lost."""
-    grads = {"large": np.full(1, 16, jnp.bfloat16)} | {f"small{i}": np.ones(1, jnp.bfloat16) for i in range(200)}
+    grads = {"large": np.full(1, 16, jnp.bfloat16)} | {f"small{i}": np.ones(1, jnp.bfloat16) for i in range(32)}
     norm = jax.jit(global_norm)(grads)
     assert norm.dtype == jnp.float32
-    assert float(norm) == pytest.approx((256 + 200) ** 0.5, rel=1e-6)
+    assert float(norm) == pytest.approx((256 + 32) ** 0.5, rel=1e-6)
 
 
 def test_optax_and_nnx_optimizers_are_taken_as_they_are():

@@ -29,6 +29,9 @@ SMALL = {
 }  # fmt: skip
 
 
+SCALED = {"model": "runs:build", "lr_scaling": "sqrt", "val_fraction": 0}
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("data"))
@@ -47,7 +50,7 @@ def read(path):
 def scaled(data, tmp_path_factory):
     """A run whose rate is scaled by a square root, which is only read."""
     path = tmp_path_factory.mktemp("scaled") / "run"
-    fit(data, path, lr_scaling="sqrt", val_fraction=0)
+    fit(data, path, **SCALED)
     return path
 
 
@@ -73,7 +76,7 @@ def test_it_resumes_in_the_ramp(data, tmp_path, scaled):
     shutil.copytree(scaled, tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "8")
     (tmp_path / "cut" / "training_cursor.json").unlink()
-    again = fit(data, tmp_path / "cut", resume=True, lr_scaling="sqrt", val_fraction=0)
+    again = fit(data, tmp_path / "cut", resume=True, **SCALED)
     assert [(row["train_loss"], row["lr"]) for row in again] == [(row["train_loss"], row["lr"]) for row in whole]
 
 
@@ -141,13 +144,13 @@ def test_with_virtual_shards_it_has_the_same_bits_on_any_devices(data, tmp_path,
 
 
 def test_a_plan_shows_the_phases_and_the_rates(data, tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**SMALL, "lr_scaling": "linear"}))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**SMALL, "lr_scaling": "linear", "phases": RAMP[:1]}))
     assert main(["plan", "--config", str(tmp_path / "run.yaml"), "--data_path", str(data)]) == 0
     told = capsys.readouterr().out
     assert "5 to 6" in told
     assert re.search(r"adamw +[\d,]+ +yes +5 matrices in 5 arrays: blocks.attention.out.kernel, ", told)
     assert re.search(r"adamw +48 +no +3 arrays: blocks.attention_norm.scale, ", told)
-    assert "learning rate (linear of the tokens in a batch, x 1 for 144): phase 1 x 0.472, phase 2 x 0.944" in told
+    assert "learning rate (linear of the tokens in a batch, x 1 for 136): phase 1 x 0.5, phase 2 x 1" in told
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from roxxel_dist.place.directory import RunDirectory, RunResult, why_no_run
 from roxxel_dist.process.exit_codes import UserError
 
 TINY = {
-    "dim": 16, "num_blocks": 1, "head_size": 8, "kv_heads": 1, "max_context": 16, "batch_size": 2, "max_steps": 1,
+    "model": "runs:build", "dim": 16, "max_context": 16, "batch_size": 2, "max_steps": 1,
     "tokenizer_type": "char", "sample": "off", "n_devices": 1,
 }  # fmt: skip
 FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]

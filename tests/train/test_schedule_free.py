@@ -67,14 +67,15 @@ def test_it_is_that_of_optax(decay):
 
 
 def test_its_average_is_evaluated_written_and_resumed(data, tmp_path):
-    whole = fit(data, tmp_path / "run")
+    own = {"model": "runs:build"}
+    whole = fit(data, tmp_path / "run", **own)
     assert evaluate(tmp_path / "run").difference == 0
     average, written = weights_of(tmp_path / "run").params, read_model(tmp_path / "run" / "model_weights.msgpack")[0]
     assert all(np.array_equal(leaf, written[name]) for name, leaf in average.items())
     shutil.copytree(tmp_path / "run", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "6")
     (tmp_path / "cut" / "training_cursor.json").unlink()
-    assert fit(data, tmp_path / "cut", resume=True) == whole
+    assert fit(data, tmp_path / "cut", resume=True, **own) == whole
 
 
 @pytest.mark.long

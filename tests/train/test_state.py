@@ -107,7 +107,7 @@ def test_a_device_never_holds_much_more_than_its_share(devices, dtype):
     """
 
     def wide():
-        shape = ModelConfig(dim=256, num_blocks=2, vocab_size=512, max_context=64, dropout_rate=0.1)
+        shape = ModelConfig(dim=256, num_blocks=1, vocab_size=512, max_context=64, dropout_rate=0.1)
         return Transformer(shape, nnx.Rngs(params=0, dropout=1))
 
     mesh, init = make_mesh(devices), optax.adamw(1e-3).init

@@ -152,7 +152,11 @@ def counted(data):
     return float(text.counters()["v"](row)), text.end
 
 
-@pytest.mark.parametrize("name", TEXTS)
+EACH = [name if name == "unknown" else pytest.param(name, marks=pytest.mark.long) for name in TEXTS]
+"""Of all of them together is the next test."""
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_the_bytes_of_a_text_are_its_own(tokenizer, tmp_path, name):
     (tmp_path / "a.txt").write_text(TEXTS[name])
     with build(tmp_path / "a.txt", tmp_path / "out", tokenizer=tokenizer, progress=False) as data:

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax._src.array import ArrayImpl
 from jax.sharding import PartitionSpec as P
+from models import with_numbers
 from runs import PHASES, losses, make, model, rows, told, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
@@ -151,7 +152,7 @@ class Wide(nnx.Module):
 
 def test_parameters_cut_over_eight_devices_go_on_over_four(corpus, tmp_path):
     def run(path, devices, **more):
-        options = {"model": Wide, "mesh": make_mesh(devices), "optimizer": optax.adam(1e-3)}
+        options = {"model": with_numbers(Wide), "mesh": make_mesh(devices), "optimizer": optax.adam(1e-3)}
         return train(corpus, tmp_path / path, [Phase(8, 8, 17)], **options, **more)
 
     first = run("cut", 8, fsdp=True, max_steps=5)

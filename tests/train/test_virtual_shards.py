@@ -13,6 +13,7 @@ from exact_rows import hash_of as hash_of_steps
 from exact_rows import trained
 from flax import nnx
 from models import transformer
+from runs import module
 
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cluster.mesh import make_mesh
@@ -135,8 +136,18 @@ WITH_FSDP = {
 }
 
 
+def bigrams():
+    """A model whose matrices are cut too, and that compiles soon."""
+    return module(dim=192, vocab_size=384)
+
+
+def attending():
+    return transformer(**exact_rows.SMALL | WIDE)
+
+
 QUICK = ("adamw", (8, 9), 2, [(1, 0), (3, 3)])
 MORE = [
+    QUICK,
     ("muon", (4, 9), 1, [(1, 0), (3, 3)]),
     ("adamw", (1, 17), 1, [(1, 0), (2, 2)]),
     *(
@@ -148,10 +159,10 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "grad_accum", "layouts"),
-    [QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)],
+    ("name", "shape", "grad_accum", "layouts", "build"),
+    [(*QUICK, bigrams), *(pytest.param(*case, attending, marks=pytest.mark.long) for case in MORE)],
 )
-def test_slices_of_the_state_have_the_bits_of_the_whole(name, shape, grad_accum, layouts):
+def test_slices_of_the_state_have_the_bits_of_the_whole(name, shape, grad_accum, layouts, build):
     """Of matrices large enough to be cut; in rows, and in one that is cut where the devices divide its shards."""
     kind = WITH_FSDP[name]
     if isinstance(kind, dict):
@@ -160,7 +171,7 @@ def test_slices_of_the_state_have_the_bits_of_the_whole(name, shape, grad_accum,
         "optimizer": as_optimizer(kind), "steps": 2, "average": name == "adamw", "skip_bad": name == "lion",
         "grad_accum": grad_accum, "shards": 4,
     }  # fmt: skip
-    model = transformer(**exact_rows.SMALL | WIDE)
+    model = build()
     hashes = {
         layout: hash_of_steps(trained(layout[0], WIDE, [shape], fsdp=layout[1], model=model, **options))
         for layout in layouts

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from commands import wait_for
 from flax import serialization
-from runs import model, stop_after, told, train
+from runs import module, stop_after, told, train
 from small_disks import mounted_disk
 
 from roxxel_dist import Phase
@@ -115,7 +115,7 @@ import numpy as np
 from roxxel_dist.weights.files import write_weights
 
 for step in range(1, 1000):
-    write_weights(Path(sys.argv[1]), step, {f"w{i}": np.full((500, 1000), float(step + i)) for i in range(20)})
+    write_weights(Path(sys.argv[1]), step, {f"w{i}": np.full((500, 1000), float(step + i)) for i in range(8)})
 """
 
 
@@ -132,7 +132,7 @@ def test_killed_in_the_midst_of_writing_it_leaves_the_file_before(tmp_path):
             break
     assert unfinished(tmp_path)
     params, step = read_weights(path)
-    same(params, {f"w{i}": np.full((500, 1000), float(step + i)) for i in range(20)})
+    same(params, {f"w{i}": np.full((500, 1000), float(step + i)) for i in range(8)})
     store = CheckpointStore(tmp_path / "checkpoints", writes_later=True)
     Exporter(tmp_path, store, print, enabled=True).begin(step, None)  # a run whose checkpoints have no loss
     store.close()
@@ -241,7 +241,7 @@ def restored(path, step, like):
 def test_the_weights_of_a_run_and_of_one_that_goes_back(corpus, tmp_path):
     """In bfloat16 and cut over two devices; the loss is lowest after step 5."""
     options = {
-        "model": lambda: model(dim=160), "use_bf16": True, "fsdp": True, "val_fraction": 0, "max_to_keep": None,
+        "model": module(dim=160), "use_bf16": True, "fsdp": True, "val_fraction": 0, "max_to_keep": None,
         "eval_fn": lambda state: {"val_loss": abs(int(state.step) - 5)}, "eval_every": 5,
         "phases": [Phase(13, 2, 17)], "mesh": make_mesh(n_devices=2), "keep_best": True,
     }  # fmt: skip
