@@ -36,15 +36,22 @@ def packed():
 
 
 @pytest.mark.parametrize(
-    ("fields", "make"),
+    ("fields", "make", "ways"),
     [
-        (MOE, packed),
-        *(pytest.param(fields, packed, marks=pytest.mark.long) for fields in (PLAIN, MLA | {"num_blocks": 3})),
-        pytest.param(PLAIN | {"num_blocks": 3}, lambda: tokens(2, 9), marks=pytest.mark.long),
+        (MOE, packed, [(True, "products")]),
+        pytest.param(MOE, packed, [(True, True), (False, "products")], marks=pytest.mark.long),
+        *(
+            pytest.param(fields, packed, [(True, True), (False, "products")], marks=pytest.mark.long)
+            for fields in (PLAIN, MLA | {"num_blocks": 3})
+        ),
+        pytest.param(
+            *(PLAIN | {"num_blocks": 3}, lambda: tokens(2, 9), [(True, True), (False, "products")]),
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["experts", "plain", "latent", "unpacked"],
+    ids=["experts", "experts, one by one", "plain", "latent", "unpacked"],
 )
-def test_a_scan_and_every_level_of_checkpoints_give_the_same(fields, make):
+def test_a_scan_and_every_level_of_checkpoints_give_the_same(fields, make, ways):
     batch, blocks = make(), fields.get("num_blocks", 2)
 
     def look(scan, level):
@@ -62,7 +69,7 @@ def test_a_scan_and_every_level_of_checkpoints_give_the_same(fields, make):
         return float(found), gradients
 
     expected, whole = look(False, False)
-    for scan, level in ((True, True), (False, "products")):
+    for scan, level in ways:
         found, gradients = look(scan, level)
         assert found == pytest.approx(expected, rel=1e-6)
         for name, leaf in gradients.items():

@@ -1,3 +1,3 @@
 """Tests of runs share the programs of equal runs."""
 
-from kept_steps import fresh, kept  # noqa: F401
+from kept_steps import fresh, kept, no_curve  # noqa: F401

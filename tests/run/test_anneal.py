@@ -20,7 +20,7 @@ from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.sweep.study.folder import read_study
 
 SMALL = {
-    "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 16, "lr": 1e-2, "log_every": 1, "eval_every": 2,
+    "model": "runs:build", "dim": 16, "max_context": 16, "lr": 1e-2, "log_every": 1, "eval_every": 2,
     "eval_iters": 1, "checkpoint_every": 2, "memory_checkpoint_every": 0, "max_to_keep": None, "n_devices": 1,
     "wandb": "off", "lr_schedule": "constant", "warmup_steps": 3, "max_steps": 8,
     "phases": [{"steps": 5, "batch_size": 8, "seq_len": 17}, {"steps": 7, "batch_size": 4, "seq_len": 9}],

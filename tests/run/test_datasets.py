@@ -16,9 +16,8 @@ PHASES = [
     {"steps": 4, "batch_size": 8, "seq_len": 17, "weights": {"self": 0.5, "code": 0.5}, "blend": "row"},
 ]
 SMALL = {
-    "dim": 16, "num_blocks": 1, "max_context": 16, "phases": PHASES, "vocab_size": 200, "eval_iters": 1, "log_every": 1,
-    "n_devices": 1,
-    "checkpoint_every": 5, "max_steps": 6,
+    "model": "runs:build", "dim": 16, "max_context": 16, "phases": PHASES, "vocab_size": 200, "eval_iters": 1,
+    "log_every": 1, "n_devices": 1, "checkpoint_every": 5, "max_steps": 6,
 }  # fmt: skip
 
 

@@ -42,6 +42,8 @@ SMALL = {
 }  # fmt: skip
 ONE = {**SMALL, "phases": SMALL["phases"][:1]}
 ALL = {**ONE, "n_devices": 0}
+OWN = {"model": "runs:build"}
+"""Where the model is not the matter: it compiles soon."""
 WIDE = {**ALL, "dim": 256, "phases": [{"steps": 4, "batch_size": 16, "seq_len": 17}]}
 
 
@@ -194,7 +196,7 @@ def test_a_phase_ends_where_the_run_does(corpus):
     plan = Curriculum(corpus, [Phase(4, 8, 17), Phase(3, 16, 33)]).plan(1)
     assert [spans(plan, last) for last in (7, 5, 4)] == [[(0, 4), (4, 7)], [(0, 4), (4, 5)], [(0, 4)]]
     phases = [{"steps": steps, "batch_size": 16, "seq_len": 17} for steps in (4, 3)]  # one program for both
-    config = Config(**{**ALL, "phases": phases, "max_steps": 5, "grad_accum": 2})
+    config = Config(**{**ALL, **OWN, "phases": phases, "max_steps": 5, "grad_accum": 2})
     request = EstimateRequest(devices=8, processes=4, tokens_per_s=100.0)
     found = estimate(config, corpus_path(corpus), request).phases[1]
     assert (found.phase, found.first_step, found.steps, found.batch_size, found.seq_len) == (2, 5, 1, 16, 17)
@@ -228,7 +230,8 @@ def test_devices_that_do_not_divide_virtual_shards(corpus, monkeypatch, rows, le
 
 def test_passes_are_what_the_rows_read(corpus, tmp_path):
     phases = [{"epochs": 1.5, "batch_size": 8, "seq_len": 17, "weights": {"self": 3, "more": 1}, "blend": "row"}]
-    config = Config(**{**SMALL, "phases": phases, "datasets": {"more": corpus_path(corpus)}, "val_fraction": 0.0})
+    fields = SMALL | OWN | {"phases": phases, "datasets": {"more": corpus_path(corpus)}, "val_fraction": 0.0}
+    config = Config(**fields)
     found = estimate(config, corpus_path(corpus), SIMULATED)
     plan = build_components(config, corpus).curriculum.plan(config.seed)
     read = np.bincount(np.concatenate([plan.rows(step).dataset for step in range(plan.total_steps)])) * 17
@@ -239,7 +242,7 @@ def test_passes_are_what_the_rows_read(corpus, tmp_path):
 
 
 def test_a_run_that_max_steps_ends(corpus):
-    found = estimate(Config(**SMALL, max_steps=3), corpus_path(corpus), SIMULATED)
+    found = estimate(Config(**SMALL | OWN, max_steps=3), corpus_path(corpus), SIMULATED)
     assert (found.steps, found.tokens, len(found.phases)) == (3, 3 * 8 * 17, 1)
     assert found.notes == ("max_steps ends the run after step 3 of 7; the learning rate follows all 7",)
 
@@ -262,7 +265,7 @@ def test_what_micro_batches_send_is_told(corpus, monkeypatch, fields, note):
 
 
 def test_max_steps_makes_no_run_longer(corpus):
-    found = estimate(Config(**ONE, max_steps=8), corpus_path(corpus), SIMULATED)
+    found = estimate(Config(**ONE | OWN, max_steps=8), corpus_path(corpus), SIMULATED)
     assert found.notes == ("max_steps is 8, and the phases end after 4: give them more epochs, or steps, for more",)
 
 

@@ -17,6 +17,7 @@ from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.launcher.output import printable
 from roxxel_dist.place.directory import RunDirectory, default_run_dir
 from roxxel_dist.process.exit_codes import UserError
+from roxxel_dist.run import experiment
 from roxxel_dist.run.components import build_components, open_corpus
 from roxxel_dist.run.evaluate import evaluate
 from roxxel_dist.settings.config import load_yaml
@@ -34,6 +35,7 @@ SMALL = {
     "n_devices": 1,
 }
 PROMPT = "\x1b[2J" + "one\n" * 20
+DRAW = experiment.draw_curve
 
 
 @pytest.fixture
@@ -73,7 +75,13 @@ def finished(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run")
 
 
-def test_a_finished_run_goes_on_dies_and_goes_on_again(finished, monkeypatch):
+@pytest.fixture
+def drawn(monkeypatch):
+    """The picture of the losses, which is not drawn for other tests."""
+    monkeypatch.setattr(experiment, "draw_curve", DRAW)
+
+
+def test_a_finished_run_goes_on_dies_and_goes_on_again(finished, drawn, monkeypatch):
     assert read_cursor(finished)["finished"]
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "run", dying)
@@ -162,9 +170,8 @@ def test_a_kernel_that_is_not_here_leaves_nothing(text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_keeps_its_config(finished):
+def test_a_finished_run_keeps_its_config(finished, drawn):
     before = (finished / "config.yaml").read_bytes()
-    (finished / "plots" / "loss.png").unlink()
     (finished / "training_cursor.json").unlink()  # it was killed before it wrote this, and its picture
     Experiment(Config(max_steps=3)).fit(run_dir=finished, resume=True)
     assert (finished / "config.yaml").read_bytes() == before
@@ -194,8 +201,7 @@ def test_what_a_finished_run_would_not_do_is_refused(finished, text, tmp_path):
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
 
 
-def test_a_trial_draws_no_curve(finished, monkeypatch):
-    (finished / "plots" / "loss.png").unlink()
+def test_a_trial_draws_no_curve(finished, drawn, monkeypatch):
     (finished / "training_cursor.json").unlink()
     monkeypatch.setenv("ROXXEL_TRIAL", "1")
     Experiment(Config(max_steps=3)).fit(run_dir=finished, resume=True)
@@ -205,7 +211,8 @@ def test_a_trial_draws_no_curve(finished, monkeypatch):
 
 def test_a_run_at_the_end_of_its_phases_is_made_longer_by_phases_alone(text, tmp_path):
     phases = [{"steps": 1, "batch_size": 8, "seq_len": 17}]
-    Experiment(config(tokenizer_type="byte", phases=phases, sample="off")).fit(text, tmp_path / "short")
+    fields = {"model": "runs:build", "tokenizer_type": "byte", "phases": phases, "sample": "off"}
+    Experiment(config(**fields)).fit(text, tmp_path / "short")
     assert "a sample" not in log_of(tmp_path / "short")
     with pytest.raises(UserError, match=r"finished after step 1, .*max_steps 3 -> 10000000.*longer phases"):
         Experiment(Config(max_steps=10_000_000)).fit(run_dir=tmp_path / "short", resume=True)

@@ -22,6 +22,8 @@ SMALL = {
     "dim": 16, "num_blocks": 1, "max_context": 16, "batch_size": 8, "dropout_rate": 0.0, "tokenizer_type": "char",
     "n_devices": 1,
 }  # fmt: skip
+OWN = SMALL | {"model": "runs:build"}
+"""Where the model is not the matter: it compiles soon."""
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 
@@ -36,7 +38,7 @@ def text(tmp_path, monkeypatch):
 
 
 def test_a_sweep_of_text_and_its_command_leave_nothing_behind(text, tmp_path, capsys):
-    config = Config(**SMALL)
+    config = Config(**OWN)
     before = config.to_dict()
     experiment = Experiment(config)
     suggested, rates, losses = experiment.find_lr(text, num_steps=40)
@@ -47,7 +49,7 @@ def test_a_sweep_of_text_and_its_command_leave_nothing_behind(text, tmp_path, ca
     assert min(losses) < losses[0] - 0.5
     assert config.to_dict() == experiment.config.to_dict() == before
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "text.txt"]
-    Config(**SMALL, datasets={"self": str(text)}).save_yaml("small.yaml")
+    Config(**OWN, datasets={"self": str(text)}).save_yaml("small.yaml")
     words = ["--config", "small.yaml", "--min_lr", "1e-6", "--max_lr", "1e-1", "--num_steps", "40", "--plot"]
     assert main(["find-lr", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -77,10 +79,10 @@ def test_rates_and_trials_have_one_program(text, tmp_path, monkeypatch):
         return nullcontext()
 
     monkeypatch.setattr(compile, "compile_lock", note)
-    Experiment(Config(**SMALL)).find_lr(text, num_steps=40)
+    Experiment(Config(**OWN)).find_lr(text, num_steps=40)
     assert len(steps) == 1
     trial = {"lr": 1e-2, "weight_decay": 0.3, "warmup_steps": 2, "seed": 5}
-    Experiment(Config(**SMALL, **trial, max_steps=3)).fit(text, tmp_path / "run")
+    Experiment(Config(**OWN, **trial, max_steps=3)).fit(text, tmp_path / "run")
     of_rates, of_trial = steps
     assert of_rates == of_trial
 
@@ -105,7 +107,7 @@ def test_a_signal_leaves_no_folder(text, number):
 
 
 def test_a_picture_that_cannot_be_drawn_costs_no_suggestion(text, capsys):
-    words = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in OWN.items() for word in (f"--{name}", str(value))]
     assert (
         main(["find-lr", *words, "--data_path", str(text), "--num_steps", "20", "--plot", "--out", "/proc/x.png"]) == 2
     )
@@ -115,7 +117,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_suggestion(text, capsys):
 
 
 def test_what_cannot_be_swept(text, tmp_path):
-    experiment = Experiment(Config(**SMALL))
+    experiment = Experiment(Config(**OWN))
     with pytest.raises(UserError, match="no data: name a text file, a folder or shards with data_path=PATH"):
         experiment.find_lr(None)
     with pytest.raises(UserError, match="min_lr is -1: it must be above 0"):

@@ -43,6 +43,7 @@ def folder(tmp_path_factory):
 def test_it_has_its_shape_weights_and_tokenizer(folder, tmp_path):
     """Its experts on four devices."""
     divided = QUIET | {"init_from": str(folder / "hf"), "n_devices": 4, "expert_devices": 4, "max_context": 32}
+    divided["val_fraction"] = 0.0
     config = Config(**divided, fsdp=True)
     run = Experiment(config).fit(folder / "text.txt", tmp_path / "tuned")
     saved = Config.from_yaml(run / "config.yaml")

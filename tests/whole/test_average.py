@@ -20,7 +20,7 @@ from roxxel_dist.weights.files import read_model
 from roxxel_dist.weights.load import weights_of
 
 SMALL = {
-    "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 16, "batch_size": 8, "max_steps": 6, "lr": 1e-2,
+    "model": "runs:build", "dim": 16, "max_context": 16, "batch_size": 8, "max_steps": 6, "lr": 1e-2,
     "log_every": 1, "eval_every": 3, "eval_iters": 1, "checkpoint_every": 3, "memory_checkpoint_every": 0,
     "max_to_keep": None, "n_devices": 1, "wandb": "off", "sample": "off",
 }  # fmt: skip

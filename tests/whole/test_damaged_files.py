@@ -8,7 +8,7 @@ from made_study import made_study
 from roxxel_dist.cli import main
 
 SMALL = (
-    "dim: 16\nnum_blocks: 1\nn_heads: 2\nmax_context: 16\nbatch_size: 8\nmax_steps: 2\neval_iters: 1\nn_devices: 1\n"
+    "model: runs:build\ndim: 16\nmax_context: 16\nbatch_size: 8\nmax_steps: 2\neval_iters: 1\nn_devices: 1\n"
     "sample: 'off'\n"
 )
 DAMAGE = {

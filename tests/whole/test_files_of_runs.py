@@ -9,7 +9,7 @@ from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
 
 TINY = {
-    "dim": 16, "num_blocks": 1, "head_size": 8, "kv_heads": 1, "max_context": 16, "batch_size": 2, "max_steps": 2,
+    "model": "runs:build", "dim": 16, "max_context": 16, "batch_size": 2, "max_steps": 2, "n_devices": 1,
     "checkpoint_every": 1, "log_every": 1, "eval_every": 1, "eval_iters": 1, "tokenizer_type": "char", "sample": "off",
 }  # fmt: skip
 FILES = (

@@ -12,12 +12,12 @@ from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.config import load_yaml
 
 SMALL = {
+    "model": "runs:build",
     "dim": 16,
-    "num_blocks": 1,
     "max_context": 16,
     "n_devices": 1,
     "batch_size": 8,
-    "eval_iters": 1,
+    "val_fraction": 0.0,
     "sample": "off",
     "log_every": 1,
     "max_to_keep": None,
@@ -83,7 +83,7 @@ def test_what_a_fork_cannot_be(parent, tmp_path):
         (f"{parent}", {}, "it must say at which step, as in"),
         (f"{parent}@6", {}, "the new run ends at step 6: give it longer phases, or a larger max_steps"),
         (f"{tmp_path}@6", {}, "is not a run directory, it has no config.yaml"),
-        (f"{parent}@3", {"dim": 32}, "dim is 32, and .*run@3 has 16: leave it as it was, or start a new run"),
+        (f"{parent}@3", {"optimizer": "sgd"}, "optimizer is sgd, and .*run@3 has adamw: leave it as it was, or start"),
         (f"{parent}@3", {"init_from": str(parent)}, "init_from is .*, and .*run@3 has None"),
     ):
         changed = Config.from_dict({**config.to_dict(), **fields})

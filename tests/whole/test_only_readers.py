@@ -13,7 +13,7 @@ from roxxel_dist.cli import COMMANDS, main
 
 TINY = {
     "dim": 16, "num_blocks": 1, "head_size": 8, "kv_heads": 1, "max_context": 16, "batch_size": 2, "max_steps": 2,
-    "checkpoint_every": 1, "log_every": 1, "tokenizer_type": "char", "sample": "off",
+    "n_devices": 1, "checkpoint_every": 1, "log_every": 1, "tokenizer_type": "char", "sample": "off",
 }  # fmt: skip
 
 
@@ -160,7 +160,7 @@ READERS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "eval" else pytest.mark.long) for name in READERS]
+    "name", [pytest.param(name, marks=() if name == "batch" else pytest.mark.long) for name in READERS]
 )
 def test_a_reader_works_where_it_may_not_write(run, tmp_path, name):
     """The run is on a mount that is read-only, in a namespace of its own."""
