@@ -177,6 +177,8 @@ def generate_rows(
         ValueError: an argument breaks its rule.
     """
     kept = _check(model, prompts, max_new_tokens, max_context)
+    if not kept:
+        return []
     room = [min(max_new_tokens, max_context - len(row)) for row in kept]
     graphdef, state = _evaluating(model)
     if not isinstance(model, Transformer):

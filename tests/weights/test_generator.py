@@ -55,6 +55,8 @@ def test_seeds(generator):
     with pytest.raises(ValueError, match="seed has 2 numbers for 3 prompts"):
         generator.generate(["x"] * 3, seed=[1, 2])
     assert generator.generate([]) == []
+    options = {"max_context": 16, "sampling": generation.Sampling(), "seeds": []}
+    assert generation.generate_rows(generator.model, [], 8, **options) == []
 
 
 def test_numbers_of_numpy(generator):
