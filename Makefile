@@ -1,5 +1,6 @@
 # Everything happens in .venv, which the first target that needs it makes.
-PYTHON ?= python3
+# The first python3 of PATH, or a later one of the same version whose build is faster.
+PYTHON ?= $(eval PYTHON := $(or $(shell python3 tests/support/pythons.py usual),python3))$(PYTHON)
 VENV := .venv
 BIN := $(VENV)/bin
 # Where Python is newer than 3.11, jax is newer too.
@@ -40,7 +41,7 @@ test-newest-part: ## a part of them, in about two minutes: what changes with jax
 	@$(MAKE) --no-print-directory test-in-newest MORE='$(ON_NEWEST)'
 
 test-in-newest:
-	@newest=$$($(PYTHON) tests/support/pythons.py) && PIP_NO_COMPILE=1 $(MAKE) --no-print-directory VENV=$(NEWEST) PYTHON=$$newest $(NEWEST)/dev-installed
+	@newest=$$(python3 tests/support/pythons.py newest) && PIP_NO_COMPILE=1 $(MAKE) --no-print-directory VENV=$(NEWEST) PYTHON=$$newest $(NEWEST)/dev-installed
 	JAX_COMPILATION_CACHE_DIR=$(abspath $(NEWEST))/xla $(PYTEST:$(BIN)/%=$(NEWEST)/bin/%) $(MORE)
 
 test-docs: $(VENV)/dev-installed ## every block of the documentation and the examples, as they stand
