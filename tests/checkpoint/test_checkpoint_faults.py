@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
-from commands import wait_for
+import warm
+from commands import environment, wait_for
 from leftovers import MARK, MOUNT
 from small_disks import mounted_disk
 
@@ -33,54 +35,9 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-# A process for each script, by a fork: jax and orbax, which take longer to import than all else, are imported once.
-FORKS = """
-import gc, json, os, sys, warnings
-import jax.numpy, roxxel_dist.checkpoint.store, roxxel_dist.train.checkpointer
-gc.collect()
-gc.freeze()  # what is there stays shared
-for line in sys.stdin:
-    source, words, *streams = json.loads(line)
-    with warnings.catch_warnings(action="ignore"):  # of jax, whose threads do not run yet
-        pid = os.fork()
-    if pid == 0:
-        for number, path in enumerate(streams, 1):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-        sys.argv = ["-c", *words]
-        exec(source, {"__name__": "__main__"})
-        sys.exit()
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
-class Scripts:
-    """Scripts in processes of their own: what fails in the storage library leaves threads and noise behind."""
-
-    def __init__(self, forks, folder):
-        self._forks, self._folder = forks, folder
-
-    def start(self, source, *words):
-        """The process of a script."""
-        self._streams = [self._folder / f"{number}" for number in (1, 2)]
-        for path in self._streams:
-            path.write_text("")
-        self._forks.stdin.write(json.dumps([source, [*map(str, words)], *map(str, self._streams)]) + "\n")
-        self._forks.stdin.flush()
-        return int(self._forks.stdout.readline())
-
-    def end(self):
-        """The exit code of the script that was started, and what it printed."""
-        code = int(self._forks.stdout.readline())
-        return subprocess.CompletedProcess((), code, *[path.read_text() for path in self._streams])
-
-
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", FORKS], **pipes) as forks:
-        yield Scripts(forks, tmp_path_factory.mktemp("scripts"))
-        forks.stdin.close()
+def run_script(source, *words):
+    """A script in a process of its own: what fails in the storage library leaves threads and noise behind."""
+    return warm.run([*map(str, words)], Path.cwd(), environment(), source=source)
 
 
 DAMAGED = """
@@ -112,9 +69,8 @@ for what in ("meta.json", "state/manifest.ocdbt", "state/d", "half"):
 """
 
 
-def test_a_damaged_one_is_named_with_the_way_out(scripts, tmp_path):
-    scripts.start(DAMAGED, tmp_path)
-    done = scripts.end()
+def test_a_damaged_one_is_named_with_the_way_out(tmp_path):
+    done = run_script(DAMAGED, tmp_path)
     lines = done.stdout.splitlines()
     assert len(lines) == 4, done.stderr
     for line in lines:
@@ -170,10 +126,9 @@ print(json.dumps([told, left, known, exact]))
 """
 
 
-def test_a_full_disk(scripts, small_disk):
+def test_a_full_disk(small_disk):
     """A real one: the save fails, is reported once, leaves nothing, and the next one succeeds once there is room."""
-    scripts.start(FULL, small_disk)
-    done = scripts.end()
+    done = run_script(FULL, small_disk)
     assert done.returncode == 0, done.stderr
     told, left, known, exact = json.loads(done.stdout)
     full = r"could not be saved in .*/c \(rank 0: No space left on device\); the newest complete one is of step 1"
@@ -219,19 +174,20 @@ for step in range(1, 1000):
 """
 
 
-def test_killed_in_the_midst_of_a_save(scripts, tmp_path):
+def test_killed_in_the_midst_of_a_save(tmp_path):
     folder = tmp_path / "c"
 
     def begun():
         return [name for name in names(folder) if "tmp" in name] if folder.is_dir() else []
 
     for _ in range(5):
-        saver = scripts.start(ENDLESS, folder)
+        with (tmp_path / "log").open("w") as log:
+            saver = warm.start(ENDLESS, [folder], tmp_path, environment(), (log, log))
         try:
             wait_for(lambda: any(not name.startswith(("1.", "2.")) for name in begun()), what="a save")
         finally:
-            os.kill(saver, signal.SIGKILL)
-            scripts.end()
+            os.kill(saver.pid, signal.SIGKILL)
+            saver.wait()
         if begun():  # or it was killed just after
             break
     left = names(folder)

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm
+from commands import environment
 
 from roxxel_dist.cli import COMMANDS
 from roxxel_dist.launcher.host.worker import SUBCOMMANDS
@@ -25,48 +27,18 @@ WORDS = ["a b", "", "q'uo\"te", "é ☃", "--flag=x y", "$HOME", "back\\slash", 
 SHOW = "import json, sys; print(json.dumps([sys.argv, sys.path[0], __name__]))"
 
 
-# A rank for each line of its stdin, by a fork: jax, which takes longer to import than all else, is imported once.
-FORKS = """
-import gc, json, os, sys, warnings
-import roxxel_dist.cluster.distributed
-from roxxel_dist.launcher.host.worker import main
-gc.collect()
-gc.freeze()  # what is there stays shared
-for line in sys.stdin:
-    command, cwd, environ, *streams = json.loads(line)
-    with warnings.catch_warnings(action="ignore"):  # of jax, whose threads do not run yet
-        pid = os.fork()
-    if pid == 0:
-        for number, path in enumerate([os.devnull, *streams]):
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
-        os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(environ)
-        main(command)
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
 Worker = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+@pytest.fixture
+def worker() -> Worker:
     """Run a command in a rank: its code, and what it printed."""
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    words = [sys.executable, "-c", FORKS]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, env=buffered, **pipes) as forks:
+    buffered = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
 
-        def run(*command: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-            streams = [tmp_path_factory.mktemp("rank") / name for name in ("stdout", "stderr")]
-            order = [command, str(cwd), buffered | environ, *map(str, streams)]
-            forks.stdin.write(json.dumps(order) + "\n")
-            forks.stdin.flush()
-            code = int(forks.stdout.readline())
-            return subprocess.CompletedProcess(command, code, *[path.read_text() for path in streams])
+    def run(*command: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+        return warm.run(command, cwd, buffered | environ, source=WORKER[-1])
 
-        yield run
-        forks.stdin.close()
+    return run
 
 
 def test_a_script_is_run_as_python_would(tmp_path: Path, worker: Worker) -> None:
@@ -145,6 +117,7 @@ def test_a_rank_tells_what_it_does_before_the_program_begins(
                 said += [record.activity] if record.activity not in ("", said[-1]) else []  # between two it is ""
                 assert record.pid in (0, rank.pid)
                 assert rank.poll() is None
+                time.sleep(0.001)  # each lasts longer
             rank.kill()
     assert said == ["", "start", "join"]
     worker(*command, cwd=tmp_path, ROXXEL_PROGRESS=str(tmp_path / "progress"))
