@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kept_steps import fresh, kept, no_curve  # noqa: F401  (of the tests here)
+from kept_steps import draw_nothing, fresh, keep, kept, no_curve  # noqa: F401  (of the tests here)
 
 from roxxel_dist import Config, Experiment, Roxxel
 
@@ -42,4 +42,7 @@ def trained(tokens, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def clean(trained):
-    return trained(model=MODEL)
+    with pytest.MonkeyPatch.context() as patch:  # it is made before the fixtures of a module are there
+        keep(patch)
+        draw_nothing(patch)
+        return trained(model=MODEL)

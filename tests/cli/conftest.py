@@ -10,8 +10,7 @@ from roxxel_dist.run import experiment
 
 SMALL = {
     "dim": 16,
-    "num_blocks": 1,
-    "n_heads": 2,
+    "model": "runs:build",
     "max_context": 16,
     "n_devices": 1,
     "eval_iters": 1,

@@ -5,20 +5,24 @@ import subprocess
 
 import pytest
 from command_lines import PATHS, flags
-from commands import run
 from tables import one_test
 
-from roxxel_dist.cli import COMMANDS
+from roxxel_dist.cli import COMMANDS, main
 from roxxel_dist.launcher.backends import BACKENDS
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("completion")
-    made = run("completion", "bash", cwd=folder)
-    assert (made.returncode, made.stderr) == (0, "")
-    (folder / "script").write_text(made.stdout)
-    return folder / "script"
+@pytest.fixture
+def script(tmp_path, capsys):
+    (tmp_path / "script").write_text(completion("bash", capsys))
+    return tmp_path / "script"
+
+
+def completion(shell, capsys):
+    """What the command prints for a shell."""
+    assert main(["completion", shell]) == 0
+    made = capsys.readouterr()
+    assert made.err == ""
+    return made.out
 
 
 def offered(script, *words):
@@ -62,10 +66,10 @@ def test_every_choice_that_the_parser_takes_is_offered(script, path):
 
 
 @pytest.mark.parametrize(("shell", "begins"), [("zsh", "#compdef roxxel-dist"), ("tcsh", "# AUTOMATICALLY GENERATED")])
-def test_other_shells_have_every_command_and_choice(shell, begins, tmp_path):
-    made = run("completion", shell, cwd=tmp_path)
-    assert (made.returncode, made.stderr, made.stdout.startswith(begins)) == (0, "", True)
-    assert all(name in made.stdout for name in (*COMMANDS, *BACKENDS, "1-sqrt", "warmup_steps", "max-restarts"))
+def test_other_shells_have_every_command_and_choice(shell, begins, capsys):
+    made = completion(shell, capsys)
+    assert made.startswith(begins)
+    assert all(name in made for name in (*COMMANDS, *BACKENDS, "1-sqrt", "warmup_steps", "max-restarts"))
 
 
 def test_a_choice_with_a_dash_is_offered_whole(script):

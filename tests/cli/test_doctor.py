@@ -22,22 +22,29 @@ def test_this_machine(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_what_is_wrong_is_69(tmp_path):
+@pytest.fixture
+def doctor(tmp_path, monkeypatch, capfd):
+    """What it says, called here: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: (main(["doctor", *map(str, words)]), *capfd.readouterr())
+
+
+def test_what_is_wrong_is_69(doctor):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         words = ["--port", port, "--data_path", "nowhere", "--check-devices", "off"]  # that check imports jax
-        result = run("doctor", *words, "--json", cwd=tmp_path)
-    assert (result.returncode, result.stderr) == (69, "")
-    told = json.loads(result.stdout)
+        code, out, err = doctor(*words, "--json")
+    assert (code, err) == (69, "")
+    told = json.loads(out)
     assert not told["fit"]
     errors = {one["check"]: one["text"] for one in told["findings"] if one["level"] == "error"}
     assert set(errors) == {"port", "data"}
     assert f"--port {port}" in errors["port"]
     assert "nowhere" in errors["data"]
-    people = run("doctor", "--gpus-per-host", 99, cwd=tmp_path)
-    assert people.returncode == 69
-    assert "error    devices" in people.stdout
-    assert people.stdout.splitlines()[-1].startswith("1 host: 1 error, ")
+    code, out, _ = doctor("--gpus-per-host", 99)
+    assert code == 69
+    assert "error    devices" in out
+    assert out.splitlines()[-1].startswith("1 host: 1 error, ")
 
 
 @pytest.mark.parametrize(
@@ -51,12 +58,13 @@ def test_what_is_wrong_is_69(tmp_path):
         ),
     ],
 )
-def test_devices_that_jax_cannot_make_are_an_error(tmp_path, name, value, shown):
-    more = {"JAX_PLATFORMS": "cpu" if name == "XLA_FLAGS" else "foo", name: value}
-    result = run("doctor", cwd=tmp_path, **more)
-    assert result.returncode == 69, result.stdout
-    assert "1 host: 1 error, " in result.stdout
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("error")]
+def test_devices_that_jax_cannot_make_are_an_error(doctor, monkeypatch, name, value, shown):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu" if name == "XLA_FLAGS" else "foo")
+    monkeypatch.setenv(name, value)
+    code, out, _ = doctor()
+    assert code == 69, out
+    assert "1 host: 1 error, " in out
+    (line,) = [line for line in out.splitlines() if line.startswith("error")]
     assert shown in line
 
 

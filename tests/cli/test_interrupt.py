@@ -15,28 +15,46 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from commands import TERMINAL, command, environment, make_corpus, wait_for
 
 from roxxel_dist.cluster.preemption import watching_for_stop
 
 CTRL_C = b"\x03"
+SUPPORT = str(Path(__file__).parents[1] / "support")  # where the model is
 TRAIN = (
     "train", "--config", "tiny.yaml", "--data_path", "data", "--phases", "[{steps: 9000, batch_size: 8, seq_len: 33}]",
-    "--log_every", 50, "--eval_every", 9000, "--checkpoint_every", 1000, "--run_dir",
+    "--log_every", 50, "--eval_every", 9000, "--checkpoint_every", 1000, "--model", "runs:build", "--sample", "off",
+    "--run_dir",
 )  # fmt: skip
+
+
+LEADS = """
+import fcntl, os, runpy, sys, termios
+os.setsid()
+fcntl.ioctl(1, termios.TIOCSCTTY)
+os.dup2(1, 0)
+sys.path.append(SUPPORT)
+runpy.run_module("roxxel_dist", run_name="__main__", alter_sys=True)
+""".replace("SUPPORT", repr(SUPPORT))
+"""A command in a fork whose imports are done. The folder is that of the model."""
 
 
 class OnTerminal:
     """A command that leads a session on a terminal, as one that a person has typed."""
 
-    def __init__(self, *words, cwd, ignores=()):
+    def __init__(self, *words, cwd, is_fork=False, ignores=()):
         self._ours, theirs = pty.openpty()
-
-        # By programs, and not by a function that is called in a fork: jax, in this process, has threads.
-        lead = ["setsid", "--ctty", "env", *(f"--ignore-signal={number.name[3:]}" for number in ignores)]
-        self.process = subprocess.Popen(
-            lead + command(*words), cwd=cwd, env=environment(**TERMINAL), stdin=theirs, stdout=theirs, stderr=theirs
-        )
+        env = environment(**TERMINAL)
+        if is_fork:
+            with open(theirs, "wb", closefd=False, buffering=0) as stream:
+                self.process = warm.start(LEADS, words, cwd, env, (stream, stream))
+        else:
+            # By programs, and not by a function that is called in a fork: jax, in this process, has threads.
+            lead = ["setsid", "--ctty", "env", *(f"--ignore-signal={number.name[3:]}" for number in ignores)]
+            streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+            more = {"PYTHONPATH": SUPPORT}
+            self.process = subprocess.Popen(lead + command(*words), cwd=cwd, env=env | more, **streams)
         os.close(theirs)
         self._data = b""
         self._hung_up = threading.Event()
@@ -120,7 +138,7 @@ def has_mapped(shown, library):
 def test_ctrl_c_while_a_command_starts(work, tmp_path, words, moment):
     """While it imports a library, and while it compiles."""
     words = (*words, tmp_path / "runs" / "x") if words is TRAIN else words
-    shown = OnTerminal(*words, cwd=work)
+    shown = OnTerminal(*words, cwd=work, is_fork=moment == "compiling")
     wait_for(lambda: moment in shown.text or has_mapped(shown, moment), what=moment)
     shown.type(CTRL_C)
     assert shown.end() == 130, shown.text
@@ -149,14 +167,15 @@ def test_ctrl_c_at_any_moment(work, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.long)])
-def test_other_signals_while_a_command_starts(work, name):
+def test_other_signals_while_a_command_starts(work, tmp_path, name):
     """Text is made into shards for so long, in a folder of its own."""
     words = ["find-lr", "--config", "tiny.yaml", "--data_path", Path(sysconfig.get_paths()["stdlib"], "email")]
-    started = subprocess.Popen(command(*words), cwd=work, env=environment(), stderr=subprocess.PIPE, text=True)
+    with (tmp_path / "said").open("w") as said:
+        started = warm.begin({"words": [*map(str, words)]}, work, environment(), (said, said))
     wait_for(lambda: any(work.glob(".find-lr-*")), what="the folder for shards")
-    started.send_signal(signal.Signals[name])
-    assert started.communicate(timeout=60)[1].splitlines()[-1] == f"roxxel-dist: ended by {name}"
-    assert started.returncode == 128 + signal.Signals[name]
+    os.kill(started.pid, signal.Signals[name])
+    assert started.wait(60) == 128 + signal.Signals[name]
+    assert (tmp_path / "said").read_text().splitlines()[-1] == f"roxxel-dist: ended by {name}"
     assert not any(work.glob(".find-lr-*"))
 
 
@@ -177,7 +196,7 @@ def test_ctrl_c_while_a_tokenizer_is_trained(tmp_path, size):
 
 
 def test_a_terminal_that_is_closed_asks_training_to_stop(work, tmp_path):
-    shown = OnTerminal(*TRAIN, tmp_path / "run", cwd=work)
+    shown = OnTerminal(*TRAIN, tmp_path / "run", cwd=work, is_fork=True)
     wait_for(lambda: "Step" in shown.text, what="the first row")
     shown.hang_up()
     assert shown.end() == 42

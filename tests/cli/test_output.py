@@ -1,11 +1,13 @@
 """Output that cannot be written: a full disk is 1, a reader that has left is 141, as the page of exit codes says."""
 
 import json
-import subprocess
+import os
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
-from commands import command, environment
+import warm
+from commands import environment
 
 from roxxel_dist.place.directory import CONFIG, METRICS
 
@@ -24,31 +26,30 @@ def run(tmp_path: Path) -> Path:
 WORDS = [["report", "runs/one"], ["top", "--once", "runs/one"], ["train", "--help"]]
 
 
+def ended(words: list[str], folder: Path, stdout: IO[Any], stderr: IO[Any] | None = None) -> tuple[int, str]:
+    """The exit code of a command with these streams, and its messages where they are to be read."""
+    with (folder / "messages").open("w+") as messages:
+        code = warm.begin({"words": words}, folder, environment(), (stdout, stderr or messages)).wait(120)
+        messages.seek(0)
+        return code, messages.read()
+
+
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
 def test_a_full_disk_is_1(run: Path, words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            command(*words), cwd=run, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert done.returncode == 1, done.stderr
-    assert done.stderr == "roxxel-dist: the output cannot be written: No space left on device\n"
+        said = ended(words, run, full)
+    assert said == (1, "roxxel-dist: the output cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
 def test_a_reader_that_has_left_is_141(run: Path, words: list[str]) -> None:
-    with subprocess.Popen(
-        command(*words), cwd=run, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()  # before it writes
-        assert (process.wait(120), process.stderr.read()) == (141, b"")
+    reader, writer = os.pipe()
+    os.close(reader)  # before it writes
+    with open(writer, "wb") as pipe:
+        assert ended(words, run, pipe) == (141, "")
 
 
 @pytest.mark.parametrize(("words", "code"), [(["train", "--data_path", "nowhere"], 2), (["ps", "--all"], 0)])
 def test_messages_that_cannot_be_written_change_no_code(run: Path, words: list[str], code: int) -> None:
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            command(*words), cwd=run, env=environment(), stdout=subprocess.PIPE, stderr=full, check=False
-        )
-    assert done.returncode == code
+    with Path("/dev/full").open("w") as full, Path("/dev/null").open("w") as null:
+        assert ended(words, run, null, full) == (code, "")

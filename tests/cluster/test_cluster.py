@@ -60,10 +60,37 @@ def test_a_rank_that_is_lost_is_no_rank_that_is_late(text, kind):
     assert str(error).endswith(text)
 
 
-def test_initialize_is_harmless_after_jax_was_used():
-    code = "import jax; jax.devices(); from roxxel_dist import initialize; initialize(); initialize(); print('fine')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "fine", done.stderr
+IN_ORDER = """
+import jax
+from roxxel_dist import initialize
+from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, numerics_fingerprint
+make_deterministic()
+for _ in range(2):
+    enable_compilation_cache()
+print(jax.jit(lambda x: x + 1)(1), numerics_fingerprint()["xla_flags"])
+for _ in range(2):
+    initialize()
+print("fine")
+"""
+
+
+def in_order(**environ):
+    """A process that does all of this once, with these variables and no compilation cache of jax's own."""
+    others = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    return subprocess.run([sys.executable, "-c", IN_ORDER], env=others | environ, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory):
+    """One of which several tests look at a part."""
+    home = tmp_path_factory.mktemp("home") / "file"
+    home.touch()
+    return in_order(XLA_FLAGS="", XDG_CACHE_HOME=str(home))
+
+
+def test_initialize_is_harmless_after_jax_was_used(ordered):
+    assert ordered.returncode == 0, ordered.stderr
+    assert ordered.stdout.splitlines()[1:] == ["fine"]
 
 
 def test_a_request_to_stop_lasts_as_long_as_the_loop():
@@ -83,17 +110,8 @@ def test_a_request_to_stop_lasts_as_long_as_the_loop():
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_home_that_cannot_be_written_is_one_line(tmp_path):
-    (tmp_path / "file").touch()
-    code = "from roxxel_dist.cluster.determinism import enable_compilation_cache as enable; enable(); enable()"
-    code += "; import jax; print(jax.jit(lambda x: x + 1)(1))"
-    others = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=others | {"XDG_CACHE_HOME": str(tmp_path / "file")}, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout == "2\n"
-    [line] = done.stderr.splitlines()
+def test_a_home_that_cannot_be_written_is_one_line(ordered):
+    [line] = ordered.stderr.splitlines()
     assert "file/roxxel-dist/xla cannot be written (Not a directory)" in line
     assert "JAX_COMPILATION_CACHE_DIR" in line
 
@@ -119,16 +137,11 @@ def test_the_users_own_flags_stay(monkeypatch, tmp_path):
         assert os.environ["XLA_FLAGS"] == expected
 
 
-def test_xla_knows_the_flag_of_determinism():
+def test_xla_knows_the_flag_of_determinism(ordered, tmp_path):
     """XLA ends a process that has a flag which it does not know; and a jaxlib without GPU support must know it, too."""
-    code = (
-        "import jax; from roxxel_dist.cluster import determinism; determinism.make_deterministic(); "
-        "print(jax.jit(lambda x: x + 1)(1), determinism.numerics_fingerprint()['xla_flags'])"
-    )
-    for given, said in (("", "2 --xla_gpu_deterministic_ops=true\n"), ("--xla_unheard_of=1", "")):
-        environment = os.environ | {"XLA_FLAGS": given}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-        assert done.stdout == said, done.stderr
+    assert ordered.stdout.splitlines()[:1] == ["2 --xla_gpu_deterministic_ops=true"], ordered.stderr
+    done = in_order(XLA_FLAGS="--xla_unheard_of=1", XDG_CACHE_HOME=str(tmp_path))
+    assert done.stdout == "", done.stderr
     assert "Unknown flag" in done.stderr
 
 

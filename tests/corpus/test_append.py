@@ -13,7 +13,7 @@ from roxxel_dist.corpus.append import append
 from roxxel_dist.corpus.build import build
 
 SMALL = {
-    "dim": 16, "num_blocks": 1, "kv_heads": 1, "head_size": 8, "max_context": 16, "eval_iters": 1, "n_devices": 1,
+    "model": "runs:build", "dim": 16, "max_context": 16, "eval_iters": 1, "n_devices": 1,
     "warmup_steps": 0, "checkpoint_every": 2, "log_every": 1, "eval_every": 4, "sample": "off",
 }  # fmt: skip
 

@@ -20,10 +20,7 @@ from roxxel_dist.process.exit_codes import UserError
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, 50257, 20000)
 LARGE = RNG.integers(0, 128256, 20000)
-TINY = [
-    "--dim", "8", "--num_blocks", "1", "--kv_heads", "1", "--head_size", "8", "--max_context", "8", "--batch_size", "1",
-    "--max_steps", "1",
-]  # fmt: skip
+TINY = ["--model", "runs:build", "--dim", "8", "--max_context", "8", "--batch_size", "1", "--max_steps", "1"]
 
 
 def llmc(magic, version, ids):

@@ -41,11 +41,12 @@ def shown(part: ast.expr) -> str:
 
 def texts(source: str) -> str:
     """All texts of a module but its docstrings, a line each; … where a value is put in."""
-    tree = ast.parse(source)
-    told = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+    told: set[int] = set()
     found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
+    for node in ast.walk(ast.parse(source)):  # a statement before its expression
+        if isinstance(node, ast.Expr):
+            told.add(id(node.value))
+        elif isinstance(node, ast.JoinedStr):
             found.append("".join(shown(one) for one in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
             found.append(node.value)

@@ -20,7 +20,9 @@ from ray_nodes import RayNodes, ray_nodes
 from slurm_desk import Desk
 
 from roxxel_dist.cli import main
+from roxxel_dist.launcher.host import command as host_command
 from roxxel_dist.launcher.job.spec import SCALE_ENV, Limits
+from roxxel_dist.launcher.transport import connection
 
 LIMIT_S = 180.0
 SCALE = 0.2
@@ -87,6 +89,17 @@ def time_scale(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """`launch` finds it, here and in programs that a test starts."""
     if request.node.get_closest_marker("cluster") is None:
         monkeypatch.setenv(SCALE_ENV, str(SCALE))
+
+
+@pytest.fixture(autouse=True)
+def few_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clients and commands that this process starts ask to die with it.
+
+    They would be forks, and one of a process that has used jax takes 50 ms of CPU. Tests that kill a launcher start
+    one of its own.
+    """
+    for module in (connection, host_command):
+        monkeypatch.setattr(module, "die_with_parent", None)
 
 
 @pytest.fixture

@@ -1,15 +1,11 @@
 """Devices before a start: what is slow or wrong is named and replaced; hosts are agents of this machine."""
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import device_hosts
 import pytest
 from cpu_quota import group, missing
 from device_hosts import SLOW_CPUS, DeviceHosts, check
@@ -17,46 +13,41 @@ from tables import one_test
 
 from roxxel_dist.cli import main
 from roxxel_dist.launcher.backends.exec import ExecBackend
+from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.host.protocol import Message
+from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight import run as preflight
 from roxxel_dist.launcher.preflight.devices import Measured, slow_devices, unlike_hosts
 from roxxel_dist.launcher.preflight.run import DeviceChecks, forget_failures, known_failures, remember_failure
 
 pytestmark = pytest.mark.xdist_group("launch")
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from device_hosts import DeviceHosts
-from roxxel_dist.launcher.control.supervisor import run
-from roxxel_dist.launcher.job.spec import JobSpec
-job = json.loads(sys.argv[1])
-backend = DeviceHosts(Path("hosts"), tuple(job.pop("hosts")), job.pop("faults"))
-sys.exit(run(JobSpec(run_id="devices", log_dir=Path("logs"), **{"check_devices": "on", **job}), backend))
-"""
 SAY = ("bash", "-c", "echo $HOST >> ranks; sleep 0.2")
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
-    """Run a job on such hosts: its code, its messages, and the hosts of its ranks."""
+def start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, list[str]]]:
+    """Run a job on such hosts in this process: its code, its messages, and the hosts of its ranks."""
+    for name in [name for name in os.environ if name.startswith("ROXXEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
 
-    def run(hosts: str, command: tuple[str, ...] = SAY, **job: Any) -> tuple[int, str, list[str]]:
-        (tmp_path / "ranks").write_text("")
-        values = {"command": command, "hosts": list(hosts), "nprocs": 2, "faults": {}, **job}
-        env = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
-        env |= {"XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONPATH": str(Path(device_hosts.__file__).parent)}
-        line = [sys.executable, "-c", PROGRAM, json.dumps(values)]
-        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=False)
-        return done.returncode, done.stderr, sorted((tmp_path / "ranks").read_text().split())
+    def start_one(
+        hosts: str, command: tuple[str, ...] = SAY, faults: Mapping[str, str] | None = None, **job: Any
+    ) -> tuple[int, str, list[str]]:
+        Path("ranks").write_text("")
+        values = {"nprocs": 2, "check_devices": "on", **job}
+        spec = JobSpec(command=command, run_id="devices", log_dir=Path("logs"), **values)
+        code = run(spec, DeviceHosts(Path("hosts"), tuple(hosts), faults or {}))
+        return code, capfd.readouterr().err, sorted(Path("ranks").read_text().split())
 
-    return run
+    return start_one
 
 
 def test_a_wrong_device_is_replaced_and_remembered(
-    start: Callable[..., tuple[int, str, list[str]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    start: Callable[..., tuple[int, str, list[str]]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, err, ranks = start("bc", nprocs=1, spare_hosts=1, faults={"b": "wrong"})
     assert (code, ranks) == (0, ["c"]), err
@@ -70,10 +61,9 @@ def test_a_wrong_device_is_replaced_and_remembered(
     code, err, ranks = start("b", nprocs=1, check_devices="off")
     assert (code, ranks) == (0, ["b"])
     assert "used in any case, for too few others are left: b" in err
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for words, shown in (("none", "forgotten: no host"), ("b", "forgotten: b"), ("all", "forgotten: no host")):
         assert main(["doctor", "--forget", words]) == 0
-        assert shown in capsys.readouterr().out
+        assert shown in capfd.readouterr().out
 
 
 @pytest.mark.long

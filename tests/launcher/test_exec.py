@@ -24,8 +24,6 @@ from roxxel_dist.launcher.backends.exec import ExecBackend, restarts_of
 from roxxel_dist.launcher.preflight.checks import Requirements
 from roxxel_dist.launcher.preflight.run import check_hosts
 
-# The launcher is in this process, where other tests may have used jax, which warns of a fork beside its threads.
-pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
 Until = Callable[[Callable[[], Any], str], None]
 HERE = "env NAME={host}"
 """The hosts of most tests are this machine: a command that takes the words of a program."""

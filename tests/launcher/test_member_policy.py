@@ -22,9 +22,6 @@ from roxxel_dist.launcher.policy.outcome import AttemptSummary, Cause, next_acti
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.process.platforms import DeviceNeeds
 
-# The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
-pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
-
 
 @one_test(
     ("wanted", "members", "there", "least", "change"),

@@ -30,9 +30,6 @@ from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.process.interrupt import SignalPipe
 
-# The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
-pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
-
 RUN_ID = f"members_{os.getpid()}"
 Until = Callable[[Callable[[], Any], str], None]
 Alive = Callable[[int], bool]

@@ -146,7 +146,6 @@ def said_of(command: str, limits: Limits, folder: Path, monkeypatch: pytest.Monk
     return said
 
 
-@pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_command_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {}
     for case, (limit, end, command, words) in WRONG.items():

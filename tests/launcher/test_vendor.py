@@ -13,8 +13,6 @@ from roxxel_dist.launcher.host.host_checks import HostChecks, gpu_problems
 from roxxel_dist.launcher.job.spec import Limits
 from roxxel_dist.launcher.preflight import devices
 
-# The launcher is in this process, where other tests may have used jax, which warns of a fork beside its threads.
-pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
 # The elements that matter, in the order and with the words of drivers 535 and 590.
 GPU = """
 	<gpu id="00000000:{bus}:00.0">

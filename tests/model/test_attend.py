@@ -63,10 +63,9 @@ def with_gradients(mesh, q, k, v, d_out, **options):
     ("mesh", "rows", "length", "heads", "window", "packed", "positions"),
     [
         ("none", 2, 33, (4, 1), 7, True, "none"),
-        ("none", 1, 1101, (2, 1), 300, True, "mixed"),
+        ("none", 1, 1101, (1, 1), 300, True, "mixed"),  # in blocks
         ("8 devices", 8, 33, (2, 1), 9, True, "pairs"),  # whole rows
-        ("8 devices", 1, 257, (4, 2), None, False, "none"),  # tokens
-        ("8 devices", 1, 259, (2, 1), 40, True, "mixed"),
+        ("8 devices", 1, 259, (2, 1), 40, True, "mixed"),  # tokens
         ("tensor 2", 1, 131, (4, 2), None, True, "pairs"),
         ("own, tokens", 2, 131, (2, 1), None, True, "mixed"),
         ("own, one axis", 3, 33, (2, 1), 5, False, "none"),
@@ -77,6 +76,7 @@ def with_gradients(mesh, q, k, v, d_out, **options):
                 ("none", 2, 33, (2, 2), 7, True, "mixed"),
                 ("none", 1, 1101, (2, 1), None, True, "none"),  # in blocks
                 ("none", 1, 1101, (2, 1), None, False, "backwards"),
+                ("8 devices", 1, 257, (4, 2), None, False, "none"),  # in bfloat16 it is below
                 ("8 devices", 1, 257, (2, 1), 40, True, "none"),
                 ("8 devices", 1, 257, (2, 1), None, False, "later"),
                 ("8 devices", 6, 65, (2, 2), None, True, "backwards"),  # 2 groups of 3 rows, each row on 4 devices
@@ -167,7 +167,13 @@ def test_a_cut_row_on_gpus_is_by_cudnn_where_they_have_it(capability, calls, cud
     gpu = SimpleNamespace(platform="gpu", device_kind="of a test", compute_capability=capability)
     monkeypatch.setattr("roxxel_dist.model.attention.attend.device_type", lambda mesh=None: gpu)
     *arrays, _, _ = inputs(1, 512, 2, 1, jnp.bfloat16, sizes=(16, 16))
-    found = with_gradients(phase_mesh(make_mesh(2), 1), *arrays)
+    mesh = phase_mesh(make_mesh(2), 1)
+    if not calls:  # what XLA computes then is compared above
+        with jax.set_mesh(mesh):
+            jax.eval_shape(roxxel_dist.attention, *arrays[:3])
+        assert cudnn_by_xla == []
+        return
+    found = with_gradients(mesh, *arrays)
     for mine, whole in zip(found, dense_attention(*arrays), strict=True):
         np.testing.assert_allclose(np.float32(mine), whole, atol=2e-2 * np.abs(whole).max())
-    assert bool(cudnn_by_xla) == calls
+    assert cudnn_by_xla

@@ -3,7 +3,6 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -49,20 +48,25 @@ def build(**fields):
     return transformer(**{**SHAPE, **fields})
 
 
-def tokens(rows=2):
-    return np.random.default_rng(0).integers(0, 50, (rows, LENGTH), np.int32)
+@nnx.jit
+def read_whole(model, tokens):
+    return model(tokens)
+
+
+def tokens():
+    return np.random.default_rng(0).integers(0, 50, (3, LENGTH), np.int32)
 
 
 def check_incremental(model, cuts):
     """In pieces that end at each of `cuts`, and one by one behind the last of them."""
-    text, cache = tokens(), model.empty_cache(2)
-    expected, found, start = nnx.jit(lambda m, x: m(x))(model, text), [], 0
+    text, cache = tokens(), model.empty_cache(3)
+    expected, found, start = read_whole(model, text), [], 0
     for end in [*cuts, *range(cuts[-1] + 1, LENGTH + 1)]:
         logits, cache = read(model, text[:, start:end], cache)
         found.append(logits)
         start = end
     np.testing.assert_allclose(np.concatenate(found, 1), expected, atol=1e-5)
-    assert np.array_equal(cache.length_B, [LENGTH, LENGTH])
+    assert np.array_equal(cache.length_B, [LENGTH] * 3)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +105,16 @@ def test_what_a_cache_holds():
     assert len(plain.layers) == 2
 
 
-@pytest.mark.parametrize("fields", [pytest.param({}, marks=pytest.mark.long), {**MLA, **WINDOW}])
+@pytest.mark.parametrize(
+    "fields", [*(pytest.param(one, marks=pytest.mark.long) for one in ({}, {**MLA, **WINDOW})), VARIANTS[4]]
+)
 def test_rows_of_different_lengths(fields):
     """Padding behind the end of a prompt is not kept, also where it would take the slots of a window."""
-    model, text = build(**fields, num_blocks=1), tokens(3)
+    model, text = build(**fields, num_blocks=1), tokens()
     counts = np.array([2, 12, 7], np.int32)
     padded = np.where(np.arange(12) < counts[:, None], text[:, :12], np.int32(49))
-    logits, cache = read(model, padded, model.empty_cache(3)._replace(count_B=jnp.asarray(counts)))
-    logits, expected = map(np.asarray, (logits, nnx.jit(lambda m, x: m(x))(model, text)))
+    logits, cache = read(model, padded, model.empty_cache(3)._replace(count_B=jax.device_put(counts)))
+    logits, expected = map(np.asarray, (logits, read_whole(model, text)))
     assert np.array_equal(cache.length_B, counts)
     for row, count in enumerate(counts):
         np.testing.assert_allclose(logits[row, :count], expected[row, :count], atol=1e-5)
@@ -126,7 +132,7 @@ def test_documents_in_a_cached_row_stay_apart(cuts):
     places = np.broadcast_to(np.arange(24, dtype=np.int32) % 12, text.shape)
     whole = nnx.jit(lambda m, *batch: (m(*batch), m(batch[0])))
     expected, of_one_document = map(np.asarray, whole(model, text, segments, places))
-    found, cache = [], model.empty_cache(2)
+    found, cache = [], model.empty_cache(3)
     for start, end in itertools.pairwise((0, *cuts, 24)):
         part = (x[:, start:end] for x in (text, segments, places))
         words, *rest = part
@@ -162,6 +168,7 @@ def test_text_is_the_same_with_and_without(fields, prompt, temperature):
     assert len(one) == 20
 
 
+@pytest.mark.long  # the same of a Generator is in test_generator.py
 def test_prefill_and_decoding_are_compiled_once():
     model = build(max_context=96, num_blocks=1)
     generate(model, [1], 3, max_context=96)

@@ -101,8 +101,15 @@ def test_scores_far_below_0_leave_no_nan(cudnn_by_xla, monkeypatch):
     check((q, k, v, d_out), segments, None, accuracy=3e-3)
 
 
-@pytest.mark.parametrize(("tensor", "groups"), [(1, 2), (2, 2), (2, 1)])
-@pytest.mark.parametrize("documents", [0, 4])
+@pytest.mark.parametrize(
+    ("tensor", "groups", "documents"),
+    [
+        (1, 2, 4),
+        (2, 2, 0),
+        *((2, 1, documents) for documents in (0, 4)),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, 2, 0), (2, 2, 4))),
+    ],
+)
 def test_each_device_has_its_rows_and_its_heads(tensor, groups, documents, cudnn_by_xla):
     mesh = make_mesh(4, tensor=tensor)
     arrays, segments = inputs(4, 130, 4, groups, documents)

@@ -99,7 +99,7 @@ def test_every_device_has_as_many_keys_to_look_at(devices, length):
         pytest.param(
             2, 1, 1, 1024, 1, None, False, {(256, 256, True, False), (256, 256, False, False)}, marks=pytest.mark.long
         ),
-        (4, 1, 2, 1020, 2, None, True, {(256, 256, True, True), (256, 256, False, True)}),  # 2 rows x 2 devices
+        (4, 1, 2, 510, 2, None, True, {(128, 128, True, True), (128, 128, False, True)}),  # 2 rows x 2 devices
         pytest.param(
             3, 1, 1, 760, 1, 200, True, {(256, 256, True, True), (256, 256, False, True)}, marks=pytest.mark.long
         ),  # the neighbours of a window
@@ -109,7 +109,6 @@ def test_every_device_has_as_many_keys_to_look_at(devices, length):
         pytest.param(
             4, 2, 1, 1024, 2, None, True, {(256, 256, True, True), (256, 256, False, True)}, marks=pytest.mark.long
         ),  # and heads over "tensor"
-        (2, 1, 1, 600, 2, None, False, set()),  # much padding: XLA
     ],
 )
 def test_cudnn_of_a_cut_row(devices, tensor, rows, length, groups, window, packed, calls, cudnn_by_xla):
@@ -118,6 +117,14 @@ def test_cudnn_of_a_cut_row(devices, tensor, rows, length, groups, window, packe
     mesh = phase_mesh(make_mesh(devices, tensor=tensor), rows)
     check(mesh, rows, length, shapes, window, packed, "cudnn")
     assert set(cudnn_by_xla) == calls
+
+
+@pytest.mark.parametrize(("length", "calls"), [(600, False), (1020, True)])
+def test_a_row_that_cudnn_would_pad_much_is_left_to_xla(length, calls, cudnn_by_xla):
+    q = jax.ShapeDtypeStruct((1, length, 2, 16), np.float32)
+    with jax.set_mesh(phase_mesh(make_mesh(2), 1)):
+        jax.eval_shape(lambda q: cut_attention(q, q, q, Mask(scale=SCALE), "cudnn"), q)
+    assert bool(cudnn_by_xla) == calls
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8, 64])

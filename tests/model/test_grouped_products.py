@@ -85,13 +85,16 @@ def test_the_kernels_of_gpus(interpreted, counts, sizes, dtype, bound):
         np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=bound * np.abs(wanted).max())
 
 
+gradient_of_tpus = jax.jit(partial(matrix_gradient_tpu, interpret=True))
+
+
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("sizes", [(16, 24), pytest.param((130, 128), marks=pytest.mark.long)], ids=str)
 def test_the_kernel_of_tpus(counts, sizes):
     """Groups may be empty, and share a block of rows."""
     random = np.random.default_rng(0)
     x, g = (random.normal(size=(sum(counts), size)).astype(np.float32) for size in sizes)
-    found = jax.jit(partial(matrix_gradient_tpu, interpret=True))(x, g, np.asarray(counts, np.int32))
+    found = gradient_of_tpus(x, g, np.asarray(counts, np.int32))
     wanted = by_hand(x, g, np.zeros((len(counts), *sizes)), counts)[2]
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
@@ -137,8 +140,12 @@ def numbers(*shape):
     return np.random.default_rng(1).normal(size=shape).astype(np.float32)
 
 
+@nnx.jit
+def choose(made, x):
+    return moe.choose(jax.nn.softmax(made.router(x)), made.top_k, divides=True)
+
+
 def results(form, made, x, dtype=jnp.float32):
-    choose = nnx.jit(lambda made, x: moe.choose(jax.nn.softmax(made.router(x)), made.top_k, divides=True))
     chosen, gates = choose(made, x)
 
     def total(x, gates, first, second):

@@ -78,7 +78,7 @@ def test_merged_it_is_a_plain_model_that_does_the_same(name):
     model, plain = adapted(**fields), made(**fields)
     parts, params, _, frozen = split_module(model)
     names = split_module(plain)[0].params.names
-    weights = merge_adapters(frozen | params, parts.scales)
+    weights = jax.jit(lambda leaves: merge_adapters(leaves, parts.scales))(frozen | params)
     assert set(weights) == set(names) | (set(frozen) - set(parts.frozen.names))
     found = np.asarray(logits(with_weights(plain, weights), tokens()))
     np.testing.assert_allclose(found, logits(model, tokens()), atol=1e-5 * np.abs(found).max())

@@ -1,5 +1,7 @@
 """The mixture of experts, against a plain loop over tokens and against computing every expert."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.experts.exchange import block_sizes
 from roxxel_dist.model.experts.moe import Matrices, MixtureOfExperts, balance_of, by_device, choose, dense, ragged
 from roxxel_dist.model.loss import next_token_loss, token_losses
+from roxxel_dist.model.mlp import activation
 from roxxel_dist.model.transformer import Transformer
 
 DIM = 16
@@ -143,21 +146,23 @@ def test_both_forms_are_the_same():
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
 
 
+@jax.jit
+@partial(jax.grad, argnums=(0, 1, 2, 3), has_aux=True)
+def squares_by_device(x, gates, first, second, chosen):
+    y = by_device(x, chosen, gates, Matrices(first, second), activation("silu", gated=True))
+    return (y**2).sum(), y
+
+
 @pytest.mark.parametrize("busy", [None, [3, 5], [0, 1]])
 def test_no_token_is_dropped_however_uneven_the_load(busy):
     """Each device sends all it has to two others, or to one: more than the first block of rows has room for."""
     x, rng = tokens(512), np.random.default_rng(0)
     chosen = np.argsort(rng.random((512, 8)), 1)[:, :2] if busy is None else np.tile(busy, (512, 1))
     moe, gates = layer(n_experts=8), rng.random((512, 2)).astype(np.float32)
-
-    def run(x, gates, first, second):
-        y = by_device(x, chosen.astype(np.int32), gates, Matrices(first, second), moe.activate)
-        return (y**2).sum(), y
-
-    args, run = (x, gates, moe.gate_up[...], moe.down[...]), jax.grad(run, argnums=(0, 1, 2, 3), has_aux=True)
-    expected = jax.jit(run)(*args)
+    args = x, gates, moe.gate_up[...], moe.down[...], chosen.astype(np.int32)
+    expected = squares_by_device(*args)
     with jax.set_mesh(make_mesh(8, expert=4)):
-        found = jax.jit(run)(*args)
+        found = squares_by_device(*args)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6 * np.abs(other).max())
 
@@ -269,7 +274,8 @@ def test_the_loss_and_the_balance_loss():
     assert float(losses["balance_loss"]) == float(balance)
     assert 0.5 * 2 < float(balance) < 0.5 * 2 * 4, "of two blocks, from even to all on one of 4 experts"
     assert float(whole) == pytest.approx(float(losses["loss"]) + float(balance))
-    assert float(found(model(alpha_balance=0.0, num_blocks=2), x)[0]) == 0
+    balance_alone = nnx.jit(lambda model, x: model.states(x)[1].loss)
+    assert float(balance_alone(model(alpha_balance=0.0, num_blocks=1), x)) == 0
     assert set(nnx.eval_shape(token_losses, model(use_moe=False, num_blocks=1), x)) == {"loss", "row_loss"}
 
 

@@ -42,7 +42,7 @@ def computed(batch, **fields):
 @pytest.mark.parametrize(
     ("fields", "packed"),
     [
-        (EXPERTS | LATENT | {"gradient_checkpointing": True, "scan_layers": True}, True),
+        (EXPERTS | LATENT | {"num_blocks": 1}, True),
         *(
             pytest.param(*one, marks=pytest.mark.long)
             for one in (
@@ -51,6 +51,7 @@ def computed(batch, **fields):
                 (LEARNED, False),
                 ({"pos_encoding": "absolute", "qk_norm": "head", "no_sink": True}, True),
                 ({"dropout_rate": 0.3, "gradient_checkpointing": True, "scan_layers": True}, True),
+                (EXPERTS | LATENT | {"gradient_checkpointing": True, "scan_layers": True}, True),
                 (EXPERTS, False),
                 (EXPERTS | {"gradient_checkpointing": True, "scan_layers": True}, True),
                 (LATENT, True),

@@ -78,21 +78,24 @@ def test_a_scan_and_every_level_of_checkpoints_give_the_same(fields, make, ways)
 
 
 def test_each_block_begins_as_it_would_alone():
-    configs = [ModelConfig(**SMALL, use_moe=True, scan_layers=scan) for scan in (False, True)]
+    config, scanned = (ModelConfig(**SMALL, use_moe=True, scan_layers=scan) for scan in (False, True))
+
+    def stack_of(config):
+        return nnx.state(Transformer(config, nnx.Rngs(params=0, dropout=1)).blocks, nnx.Param)
 
     @jax.jit
     def made():
-        models = [Transformer(config, nnx.Rngs(params=0, dropout=1)) for config in configs]
         rngs = nnx.Rngs(params=0, dropout=1)
         rngs.params()  # the embedding's
-        blocks = [Block(configs[0], None, rngs) for _ in range(2)]
-        return [nnx.state(model.blocks, nnx.Param) for model in models], [nnx.state(one, nnx.Param) for one in blocks]
+        blocks = [Block(config, None, rngs) for _ in range(2)]
+        return stack_of(config), [nnx.state(one, nnx.Param) for one in blocks]
 
-    stacks, blocks = jax.tree.map(np.asarray, made())
-    for stack in stacks:
-        for i, alone in enumerate(blocks):
-            for one, leaf in zip(jax.tree.leaves(alone), jax.tree.leaves(stack), strict=True):
-                assert np.array_equal(one, leaf[i])
+    stack, blocks = jax.tree.map(np.asarray, made())
+    for i, alone in enumerate(blocks):
+        for one, leaf in zip(jax.tree.leaves(alone), jax.tree.leaves(stack), strict=True):
+            assert np.array_equal(one, leaf[i])
+    programs = {str(jax.make_jaxpr(lambda one=one: jax.tree.leaves(stack_of(one)))()) for one in (config, scanned)}
+    assert len(programs) == 1, "with a scan or without, they begin by one program"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def run(tmp_path_factory):
     """A run of the small config on a text, beside that text."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
-    Experiment(Config(**SMALL, tokenizer_type="byte")).fit(folder / "text.txt", folder / "run")
+    Experiment(Config(**SMALL | OWN, tokenizer_type="byte")).fit(folder / "text.txt", folder / "run")
     return folder / "run"
 
 
@@ -74,7 +74,7 @@ def real_state(config, data):
 
 
 def test_it_is_what_the_run_is(run):
-    found = estimate(Config(**SMALL, tokenizer_type="byte"), run / "data", EstimateRequest())
+    found = estimate(Config(**SMALL | OWN, tokenizer_type="byte"), run / "data", EstimateRequest())
     summary, logged = json.loads((run / "model_summary.json").read_text()), rows(run)
     assert found.parameters == sum(found.parts.values()) == summary["parameters"]
     assert (found.steps, found.tokens) == (logged[-1]["step"], logged[-1]["tokens"]) == (7, 7 * 8 * 17)
@@ -94,7 +94,7 @@ def test_it_is_what_the_run_is(run):
 
 
 def test_a_text_has_the_tokens_that_training_makes_of_it(run):
-    found = estimate(Config(**SMALL, tokenizer_type="byte"), run.parent / "text.txt", EstimateRequest())
+    found = estimate(Config(**SMALL | OWN, tokenizer_type="byte"), run.parent / "text.txt", EstimateRequest())
     assert found.datasets["self"]["tokens"] % 17, "no whole number of windows"
     counts = f"{found.datasets['self']['tokens']:,} tokens to train on, {found.validation['']:,} held out"
     assert counts in (run / "logs" / "rank-0.log").read_text()
@@ -107,7 +107,7 @@ def test_a_run_is_planned_with_its_data_and_speed(run):
     assert found.seconds == pytest.approx(found.predicted_tokens / measured)
     assert sum(phase.seconds for phase in found.phases) == pytest.approx(found.seconds)
     assert str(run) in found.speed
-    given = estimate(Config(**ONE, tokenizer_type="byte"), None, EstimateRequest(run=run, tokens_per_s=100.0))
+    given = estimate(Config(**ONE | OWN, tokenizer_type="byte"), None, EstimateRequest(run=run, tokens_per_s=100.0))
     assert given.seconds == given.predicted_tokens / 100
     assert given.predicted_tokens * 17 == given.tokens * 16
     assert "at 100 tokens/s (given)" in table(given)
@@ -116,7 +116,7 @@ def test_a_run_is_planned_with_its_data_and_speed(run):
 @pytest.mark.long
 def test_an_amended_run_keeps_its_plan(run, tmp_path):
     phases = [*SMALL["phases"], {"steps": 2, "batch_size": 8, "seq_len": 9}]
-    config = Config(**{**SMALL, "phases": phases}, tokenizer_type="byte")
+    config = Config(**{**SMALL, **OWN, "phases": phases}, tokenizer_type="byte")
     new = Experiment(config).fit(None, tmp_path / "fork", fork=f"{run}@7")
     found = estimate(Config.from_yaml(new / "config.yaml"), None, EstimateRequest(run=new))
     assert "step 8: amended" in found.description
@@ -206,7 +206,8 @@ def test_a_phase_ends_where_the_run_does(corpus):
 
 def test_the_devices_that_repeat_the_work_of_others_are_told(corpus):
     phases = [{"steps": 1, "batch_size": 1, "seq_len": 8}]
-    found = estimate(Config(**{**ALL, "phases": phases}), corpus_path(corpus), EstimateRequest(devices=8, processes=4))
+    config = Config(**{**ALL, **OWN, "phases": phases})
+    found = estimate(config, corpus_path(corpus), EstimateRequest(devices=8, processes=4))
     assert [phase.rows_a_process for phase in found.phases] == [1]
     text = table(found)
     assert "8 cpu device(s) in 4 processes" in text
@@ -214,18 +215,15 @@ def test_the_devices_that_repeat_the_work_of_others_are_told(corpus):
 
 
 @pytest.mark.parametrize(
-    ("rows", "length", "layout"),
-    [
-        (16, 17, "8 virtual shards over 5 devices, 1 or 2 on each"),
-        pytest.param(1, 33, "8 virtual shards over 5 devices, 1 or 2 on each", marks=pytest.mark.long),
-    ],
+    ("rows", "length", "model"),
+    [(16, 17, OWN), pytest.param(1, 33, {}, marks=pytest.mark.long)],
 )
-def test_devices_that_do_not_divide_virtual_shards(corpus, monkeypatch, rows, length, layout):
+def test_devices_that_do_not_divide_virtual_shards(corpus, monkeypatch, rows, length, model):
     monkeypatch.setenv("PJRT_NPROC", "16")
     phases = [{"steps": 1, "batch_size": rows, "seq_len": length}]
-    config = Config(**{**ALL, "n_devices": 5, "max_context": 32, "virtual_shards": 8, "phases": phases})
+    config = Config(**{**ALL, **model, "n_devices": 5, "max_context": 32, "virtual_shards": 8, "phases": phases})
     [phase] = estimate(config, corpus_path(corpus), EstimateRequest(processes=2)).phases
-    assert (str(phase.layout), phase.rows_a_process) == (layout, rows)
+    assert (str(phase.layout), phase.rows_a_process) == ("8 virtual shards over 5 devices, 1 or 2 on each", rows)
 
 
 def test_passes_are_what_the_rows_read(corpus, tmp_path):

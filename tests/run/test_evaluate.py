@@ -221,15 +221,18 @@ def test_the_same_for_other_runs(work, variant, capsys):
 
 
 @pytest.mark.parametrize(
-    "phase",
+    ("model", "phase"),
     [
-        pytest.param({"steps": 1, "batch_size": 8, "seq_len": 17}, id="whole rows", marks=pytest.mark.long),
-        pytest.param({"steps": 1, "batch_size": 1, "seq_len": 33}, id="rows that the shards cut"),
+        pytest.param({}, {"steps": 1, "batch_size": 8, "seq_len": 17}, id="whole rows"),
+        pytest.param(
+            BUILT_IN | {"dim": 64}, {"steps": 1, "batch_size": 1, "seq_len": 33}, id="rows that the shards cut",
+            marks=pytest.mark.long,
+        ),
     ],
-)
-def test_virtual_shards_give_the_bits_of_the_log_on_another_number_of_devices(work, capsys, monkeypatch, phase):
+)  # fmt: skip
+def test_virtual_shards_give_the_bits_of_the_log_on_another_number_of_devices(work, capsys, monkeypatch, model, phase):
     monkeypatch.setenv("PJRT_NPROC", "16")  # that of the run; this process has another one all the while
-    fields = BUILT_IN | {"dim": 64, "phases": [phase], "eval_iters": 2, "use_bf16": False}
+    fields = model | {"phases": [phase], "eval_iters": 2, "use_bf16": False}
     train("--data_path", "data_*.rox", "--run_dir", "exact", **fields, virtual_shards=2, n_devices=1)
     config = work / "exact" / "config.yaml"
     config.write_text(config.read_text().replace("n_devices: 1", "n_devices: 2"))

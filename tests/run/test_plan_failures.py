@@ -19,7 +19,7 @@ from roxxel_dist.run.estimate.failures import DAY_S, Cluster, estimate_failures,
 def test_the_best_interval_is_young_s_and_the_goodput_daly_s(save_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Crashes alone, whose restart takes a known time: what is lost is a save an interval, and at each crash the
     start and half an interval."""
-    monkeypatch.setattr(failures, "TIMES", (0.25, 0.5, 1.0, 2.0, 4.0))
+    monkeypatch.setattr(failures, "TIMES", (0.25, 1.0, 4.0))
     monkeypatch.setattr(failures, "failures", partial(failures.failures, shares={"crash": 1.0}))
     cluster = Cluster(mtbf_days=2.0, hosts=8, step_s=0.5, save_s=save_s, start_s=60.0)
     mtbf_s = 2.0 * DAY_S / 8
@@ -33,8 +33,15 @@ def test_the_best_interval_is_young_s_and_the_goodput_daly_s(save_s: float, monk
     assert all(math.log2(choice.checkpoint_every * 0.5 / best_s) == pytest.approx(0.0, abs=1.1) for choice in without)
 
 
-def test_spares_pay_where_repairs_are_long_and_not_where_they_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def roughly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few settings and short histories, where no number is held against a formula."""
     monkeypatch.setattr(failures, "TIMES", (0.7, 1.4))
+    monkeypatch.setattr(failures, "FAILURES", 50)
+
+
+@pytest.mark.usefixtures("roughly")
+def test_spares_pay_where_repairs_are_long_and_not_where_they_are_short() -> None:
     few = Cluster(mtbf_days=20.0, hosts=64, step_s=1.0, save_s=5.0, repair_hours=48.0)
     assert estimate_failures(few, checkpoint_every=500, copies=False, run=None).best.spare_hosts > 0
     short = Cluster(mtbf_days=2000.0, hosts=8, step_s=1.0, save_s=5.0, repair_hours=0.5)
@@ -46,8 +53,8 @@ def rows(*of: tuple[int, str, float, Any]) -> str:
     return "".join(json.dumps({"begin": 0.0, **dict(zip(keys, row, strict=True))}) + "\n" for row in of)
 
 
-def test_times_are_those_that_the_run_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "TIMES", (0.7, 1.4))
+@pytest.mark.usefixtures("roughly")
+def test_times_are_those_that_the_run_measured(tmp_path: Path) -> None:
     (tmp_path / "timeline.jsonl").write_text(
         rows((0, "start", 3.0, None), (0, "compile", 9.0, None), (0, "step", 30.0, [1, 1]), (0, "step", 20.0, [2, 11]))
         + rows((0, "save", 4.0, None), (0, "step", 22.0, [12, 21]), (1, "start", 2.0, None), (1, "restore", 6.0, None))
@@ -86,8 +93,8 @@ def test_what_cannot_be_is_one_line(
     assert message in line
 
 
-def test_it_prints_json_and_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "TIMES", (0.7, 1.4))
+@pytest.mark.usefixtures("roughly")
+def test_it_prints_json_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--mtbf", "9", "--hosts", "4", "--spare_hosts", "1", "--step_s", "1", "--save_s", "3"]
     words += ["--checkpoint_every", "100"]
     assert main([*words, "--json"]) == 0

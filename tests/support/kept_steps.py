@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.run import experiment
+from roxxel_dist.run import components, experiment
 from roxxel_dist.train import programs, steps
 from roxxel_dist.train.step import state
 from roxxel_dist.weights import load
@@ -23,6 +23,10 @@ PLACES = (
 """The modules and the functions whose results are kept."""
 MOST = 50
 """Results of a function that are kept."""
+
+
+READ_BY_BUILD = ("dim", "vocab_size", "dropout_rate", "seed")
+"""What of a `Config` decides the model "runs:build"."""
 
 
 class Kept:
@@ -51,16 +55,40 @@ def same(known: Any, given: Any) -> bool:
         return False
 
 
-KEPT = [(module, name, Kept(getattr(module, name))) for module, names in PLACES for name in names]
+class KeptBuilder(Kept):
+    """`model_builder`, whose results are new functions: of "runs:build" equal models have the same one."""
+
+    def __call__(self, config: Any, *options: Any) -> Any:
+        """The builder of the model of a config."""
+        made = self.function(config, *options)
+        if (config.model, config.parametrization) != ("runs:build", "standard"):
+            return made
+        given = [getattr(config, name) for name in READ_BY_BUILD]
+        for known, result in self.known:
+            if known == given:
+                return result
+        self.known = [*self.known[1 - MOST :], (given, made)]
+        return made
+
+
+KEPT: list[tuple[Any, str, Kept]] = [
+    *((module, name, Kept(getattr(module, name))) for module, names in PLACES for name in names),
+    (components, "model_builder", KeptBuilder(load.model_builder)),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kept() -> Iterator[None]:
     """Programs that are kept, for the trainers of a module."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name, function in KEPT:
-            patch.setattr(module, name, function)
+        keep(patch)
         yield
+
+
+def keep(patch: pytest.MonkeyPatch) -> None:
+    """The same while a patch lasts: a fixture of the whole session comes before those of a module."""
+    for module, name, function in KEPT:
+        patch.setattr(module, name, function)
 
 
 def forget() -> None:
@@ -80,5 +108,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_curve() -> Iterator[None]:
     """No picture of the losses at the end of each run, which takes a tenth of a second: those who ask look at one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "draw_curve", lambda run: "")
+        draw_nothing(patch)
         yield
+
+
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    """The same while a patch lasts."""
+    patch.setattr(experiment, "draw_curve", lambda run: "")

@@ -1,6 +1,7 @@
 """Trials as processes of this machine, behind as much of the module `ray` as a sweep uses: one starts in milliseconds.
 
-All but Ray is the real thing: the driver, its executor, and what a worker does (`body`) in a process of its own.
+All but Ray is the real thing: the driver, its executor, and what a worker does (`body`) in a process of its own. In the
+process of the tests the names of Ray are real too, and it checks the amounts.
 """
 
 import _thread
@@ -12,6 +13,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import names_of_ray
+
 from roxxel_dist.launcher.backends.ray.cluster import ray_variables
 from roxxel_dist.sweep import ray_executor
 
@@ -21,7 +24,7 @@ CPUS = 4
 MORE: dict[str, float] = {}
 """What its one node has besides."""
 CONTEXT = multiprocessing.get_context("forkserver")  # a process with jax has threads: it is not forked
-CONTEXT.set_forkserver_preload(["ray", "trial_bodies", "roxxel_dist.sweep.ray_executor"])
+CONTEXT.set_forkserver_preload(["names_of_ray", "trial_bodies", "roxxel_dist.sweep.ray_executor"])
 
 
 def import_ray() -> Any:
@@ -60,6 +63,7 @@ class Stream:
 
 
 def _work(pipe: Connection, run: str, task: ray_executor.Item, driver: Mapping[str, Any]) -> None:
+    names_of_ray.install()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_heed, args=(pipe,), daemon=True).start()
     with suppress(KeyboardInterrupt):

@@ -17,6 +17,8 @@ from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train.saves import StepAgreement
 
 ADAM = optax.adam(3e-2)
+STILL = optax.sgd(0.0)
+"""Learns nothing, so that no validation is better than the first."""
 PHASES = [Phase(6, 8, 17), Phase(4, 8, 17), Phase(3, 8, 33)]
 
 

@@ -227,6 +227,7 @@ def paired(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
+    import names_of_ray
     import process_ray
     import trial_bodies  # not __main__, which workers cannot import
 
@@ -242,6 +243,7 @@ def main() -> int:
         module, _, constant = name.rpartition(".")
         setattr(import_module(f"roxxel_dist.{module}"), constant, seconds)
     if told["options"]["ray_address"] == process_ray.ADDRESS:
+        names_of_ray.install()
         controller.connected = process_ray.connected
 
     def task_of(trial: int, params: dict[str, Any], attempt: int) -> dict[str, Any]:

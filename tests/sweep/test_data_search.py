@@ -93,7 +93,7 @@ def plan_counts(params: Any, budget: PassBudget) -> tuple[Plan, dict[str, float]
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.long)])
 def test_no_plan_is_over_its_passes(count: int) -> None:
-    chance, plans, near, refused, over = random.Random(5), 0, 0, 0, []
+    chance, plans, near, refused, over = random.Random(12), 0, 0, 0, []
     while plans < count:
         extras, phases, ranges = drawn(chance)
         asks = asked(extras, phases, ranges, "random", 5)

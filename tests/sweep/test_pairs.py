@@ -11,7 +11,7 @@ from roxxel_dist.sweep.samplers.pairs import Pair, compare, comparisons, evidenc
 from roxxel_dist.sweep.space.extras import Versus
 
 NAN = math.nan
-STUDIES, PAIRS = 200, 20
+STUDIES, PAIRS = 100, 20
 SAME = Versus(changes={}, names={}, smallest=1.0)
 DIFFERENT = Versus(changes={}, names={})
 

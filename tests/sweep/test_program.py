@@ -15,6 +15,8 @@ from roxxel_dist.sweep.trial.program import command_of, expand
 from roxxel_dist.sweep.trial.tail import BLOCK, PIECE, WandbFile, WandbTail
 from roxxel_dist.sweep.trial.trial import run
 
+pytestmark = pytest.mark.xdist_group("agent")  # the modules of W&B's agent are imported once
+
 PARAMS = {"lr": 0.001, "deep": True, "wide": False, "name": "a b", "nested": {"a": 1}}
 LOGS = """
 import json, os, signal, sys, time

@@ -7,6 +7,8 @@ import yaml
 
 from roxxel_dist.sweep.train_sweep import _command
 
+pytestmark = pytest.mark.xdist_group("agent")  # the modules of W&B's agent are imported once
+
 CLIENTS = {"_wandb": {"cli_version": "0.31.0", "python_version": "3.11", "m": [], "t": {"1": [1, 5], "3": None}}}
 GIVEN = {"lr": 0.002, "vocab_size": None, "use_moe": True, "data_path": "text = raw", "model_args": {"a": [1, 2]}}
 MACROS = ["args", "args_no_equals", "args_no_hyphens", "args_json", "args_append_hydra", "args_override_hydra"]

@@ -1,5 +1,7 @@
 """The average of the parameters: its formula, what it changes, and what it leaves as it is."""
 
+from functools import cache
+
 import jax
 import numpy as np
 import optax
@@ -7,7 +9,7 @@ import pytest
 from flax import nnx
 from runs import losses, make, model, poisoned, stop_after, train
 
-from roxxel_dist import Checkpointer, Phase
+from roxxel_dist import Checkpointer, Phase, Roxxel
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.settings.training import LoopOptions
@@ -61,18 +63,33 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["plain", pytest.param("fsdp and accumulation", marks=pytest.mark.long)])
-def test_a_run_validates_with_it_and_trains_as_without(corpus, tmp_path, layout):
+def of_layout(layout):
     options = LAYOUTS[layout] | ({"mesh": LAYOUTS[layout]["mesh"]()} if "mesh" in LAYOUTS[layout] else {})
-    wide = {"model": lambda: model(dim=256)} if layout != "plain" else {}
-    seen = []
-    made = train(corpus, tmp_path / "with", eval_fn=keep(seen), **OPTIONS, **options, **wide)
-    train(corpus, tmp_path / "without", **OPTIONS | {"ema": 0.0}, **options, **wide)
+    return OPTIONS | options | ({"model": lambda: model(dim=256)} if layout != "plain" else {})
+
+
+@pytest.fixture(scope="module")
+def averaged(corpus_pattern, tmp_path_factory):
+    """A function of a layout: (the trainer of its run, the folder, (parameters, average) of each step); only read."""
+
+    @cache
+    def run(layout):
+        seen, folder = [], tmp_path_factory.mktemp("averaged") / "run"
+        with Roxxel(corpus_pattern) as corpus:
+            return train(corpus, folder, eval_fn=keep(seen), **of_layout(layout)), folder, seen
+
+    return run
+
+
+@pytest.mark.parametrize("layout", ["plain", pytest.param("fsdp and accumulation", marks=pytest.mark.long)])
+def test_a_run_validates_with_it_and_trains_as_without(corpus, averaged, tmp_path, layout):
+    made, folder, seen = averaged(layout)
+    train(corpus, tmp_path / "without", **of_layout(layout) | {"ema": 0.0})
     for step in range(1, len(seen) + 1):
         check(seen[step - 1][1], [params for params, _ in seen[:step]])
     for name, leaf in made.state.evaluated.items():
         assert leaf.sharding == made.state.params[name].sharding, name
-    mine, theirs = losses(tmp_path / "with"), losses(tmp_path / "without")
+    mine, theirs = losses(folder), losses(tmp_path / "without")
     assert [row[1] for row in mine] == [row[1] for row in theirs], "training does not read it"
     assert mine[0] == pytest.approx(theirs[0])  # after one step it is the parameters
     assert all(a[2] != b[2] for a, b in zip(mine[1:], theirs[1:], strict=True))
@@ -81,13 +98,13 @@ def test_a_run_validates_with_it_and_trains_as_without(corpus, tmp_path, layout)
     np.testing.assert_array_equal(view.local_model().head.kernel[...], view.evaluated["head.kernel"])
 
 
-def test_it_resumes_to_the_bit(corpus, tmp_path, monkeypatch):
-    whole = train(corpus, tmp_path / "whole", **OPTIONS)
+def test_it_resumes_to_the_bit(corpus, averaged, tmp_path, monkeypatch):
+    whole, folder, _ = averaged("plain")
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         train(corpus, tmp_path / "parts", **OPTIONS)
     parts = train(corpus, tmp_path / "parts", **OPTIONS)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "parts") == losses(folder)
     jax.tree.map(np.testing.assert_array_equal, host(parts.state.evaluated), host(whole.state.evaluated))
 
 

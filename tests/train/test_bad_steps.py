@@ -78,8 +78,7 @@ def test_what_is_wrong_is_named(corpus, loss, norm, words):
 @pytest.mark.parametrize("action", [pytest.param("raise", marks=pytest.mark.long), "rewind"])
 def test_a_ruined_checkpoint_is_not_gone_on_from(corpus, tmp_path, action):
     """The update of step 6 ruins the weights, and each step after it fails, whatever it reads."""
-    curriculum, _ = Curriculum(corpus, PHASES).hold_out(0.1)
-    ruin = corpus.read(curriculum.plan(42).rows(5).offset, 17, np.int32)
+    ruin = corpus.read(Curriculum(corpus, PHASES).plan(42).rows(5).offset, 17, np.int32)
 
     def loss_fn(model, batch):
         weights = model.head.kernel[...]
@@ -87,7 +86,7 @@ def test_a_ruined_checkpoint_is_not_gone_on_from(corpus, tmp_path, action):
         return loss + jnp.where(jnp.abs(weights).max() > 1e6, jnp.nan, 0.0)
 
     made = make(
-        corpus, tmp_path, PHASES, loss_fn=loss_fn, optimizer=optax.sgd(0.1), on_bad_step=action, val_fraction=0.1,
+        corpus, tmp_path, PHASES, loss_fn=loss_fn, optimizer=optax.sgd(0.1), on_bad_step=action, val_fraction=0,
         log_every=1, eval_every=100, checkpoint_every=3,
     )  # fmt: skip
     with pytest.raises(BadStep, match="step 7 went wrong") as caught:
@@ -171,7 +170,7 @@ def test_going_back_has_an_end(corpus, tmp_path):
     def hopeless(model, batch):
         return next_token_loss(model, batch) * jnp.where(batch[0, 0] >= 0, jnp.nan, 1.0)
 
-    made = make(corpus, tmp_path, PHASES, loss_fn=hopeless, on_bad_step="rewind")
+    made = make(corpus, tmp_path, PHASES, loss_fn=hopeless, on_bad_step="rewind", val_fraction=0)
     with pytest.raises(BadStep, match="step 1"):
         made.run()
     made.close()
@@ -196,13 +195,12 @@ def test_only_so_often(corpus, tmp_path):
 
 def test_a_finite_spike(corpus, tmp_path):
     phases = [Phase(30, 8, 17)]
-    curriculum, _ = Curriculum(corpus, phases).hold_out(0.1)
-    tokens = corpus.read(curriculum.plan(42).rows(25).offset, 17, np.int32)
+    tokens = corpus.read(Curriculum(corpus, phases).plan(42).rows(25).offset, 17, np.int32)
 
     def loss_fn(model, batch):
         return next_token_loss(model, batch) * jnp.where((batch == tokens).all(), 10.0, 1.0)
 
-    seldom = {"log_every": 10, "eval_every": 100, "checkpoint_every": 100}
+    seldom = {"log_every": 10, "val_fraction": 0, "checkpoint_every": 100}
     made = make(corpus, tmp_path, phases, loss_fn=loss_fn, spike_factor=3.0, **seldom)
     with pytest.raises(BadStep, match="step 26 went wrong"):
         made.run()

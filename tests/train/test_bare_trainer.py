@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ from reader import ROOT
 from runs import stop_after
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase, Roxxel, Trainer, Transformer
-from roxxel_dist.cli import main
+from roxxel_dist.cli import main, report
 from roxxel_dist.corpus.build import build
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.settings.training import LoopOptions
@@ -27,23 +28,58 @@ ADAM = optax.adam(1e-2)
 SHAPE = {"dim": 16, "num_blocks": 1, "kv_heads": 1, "head_size": 8, "max_context": 16}
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A data set, which is only read."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(500)))
+    build(folder / "text.txt", folder / "data", tokenizer="byte", progress=False).close()
+    return folder / "data"
+
+
 @pytest.fixture
-def corpus(tmp_path, monkeypatch):
+def corpus(data, tmp_path, monkeypatch):
+    """Of a copy of it in the working directory."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(500)))
-    build("text.txt", "data", tokenizer="byte", progress=False).close()
-    return Roxxel("data")
+    return Roxxel(shutil.copytree(data, "data"))
 
 
-def trainer(corpus, **options):
+class Embedding(nnx.Module):
+    """A model of the program's own, which compiles soon."""
+
+    def __init__(self, size):
+        self.table = nnx.Embed(size, size, rngs=nnx.Rngs(0))
+
+    def __call__(self, tokens):
+        return self.table(tokens)
+
+
+def own_trainer(corpus, path="run", **options):
+    return made_trainer(with_numbers(lambda: Embedding(corpus.vocab_size)), corpus, path, options)
+
+
+def trainer(corpus, path="run", **options):
+    """Of the built-in model, which commands can make."""
     config = Config(**SHAPE, vocab_size=corpus.vocab_size)
     scalars = {"alpha_balance": config.alpha_balance, "rate": config.dropout_rate}
-    model = with_numbers(lambda: Transformer(config, nnx.Rngs(0)), **scalars)
+    return made_trainer(with_numbers(lambda: Transformer(config, nnx.Rngs(0)), **scalars), corpus, path, options)
+
+
+def made_trainer(model, corpus, path, options):
     curriculum = Curriculum(corpus, [Phase(steps=4, batch_size=4, seq_len=17)])
     options = {"log_every": 1, "eval_every": 2, "eval_iters": 1, "checkpoint_every": 2} | options
-    return Trainer(
-        model, ADAM, curriculum, token_losses, "run", mesh=make_mesh(n_devices=1), **options
-    )  # fmt: skip
+    return Trainer(model, ADAM, curriculum, token_losses, path, mesh=make_mesh(n_devices=1), **options)
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """A folder of two runs, which are only read: `run` of two steps, and `mine` of four with a model of the program."""
+    folder = tmp_path_factory.mktemp("trained")
+    with Roxxel(data) as corpus:
+        for made in (trainer(corpus, folder / "run", max_steps=2), own_trainer(corpus, folder / "mine")):
+            made.run()
+            made.close()
+    return folder
 
 
 @pytest.mark.cluster
@@ -69,7 +105,7 @@ def test_parts_in_another_order_are_named():
 
 def test_a_trainer_of_parts_is_only_made_until_it_runs(corpus, tmp_path):
     """It can be copied and pickled, and says what is missing before and after."""
-    made = trainer(corpus, max_steps=1)
+    made = own_trainer(corpus, max_steps=1)
     copied = copy.copy(made)
     assert not (tmp_path / "run").exists()
     assert (made.stopped, made.options.max_steps, made.mesh.size) == (False, 1, 1)
@@ -88,7 +124,7 @@ def test_a_trainer_of_parts_is_only_made_until_it_runs(corpus, tmp_path):
 
 
 def test_another_run_of_a_trainer_that_was_stopped_continues(corpus, monkeypatch):
-    made = trainer(corpus)
+    made = own_trainer(corpus)
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         made.run()
@@ -97,10 +133,8 @@ def test_another_run_of_a_trainer_that_was_stopped_continues(corpus, monkeypatch
     assert (made.stopped, made.start_step, made.step) == (False, 2, 4)
 
 
-def test_only_its_program_trains_it(corpus, capsys):
-    made = trainer(corpus, max_steps=2)
-    made.run()
-    made.close()
+def test_only_its_program_trains_it(corpus, trained, capsys):
+    shutil.copytree(trained / "run", "run")
     assert main(["train", "--run_dir", "run", "--resume"]) == 2
     name = os.path.basename(sys.argv[0])
     by = f"run was trained by {name}, with a Trainer of parts: "
@@ -118,25 +152,10 @@ def test_only_its_program_trains_it(corpus, capsys):
     made.close()
 
 
-class Embedding(nnx.Module):
-    def __init__(self, size):
-        self.table = nnx.Embed(size, size, rngs=nnx.Rngs(0))
-
-    def __call__(self, tokens):
-        return self.table(tokens)
-
-
-def test_a_run_with_a_model_of_the_program_is_explained(corpus, capsys):
+def test_a_run_with_a_model_of_the_program_is_explained(corpus, trained, capsys, monkeypatch):
     """No command can make its model: resume, fork and another run say so, and change nothing."""
-    curriculum = Curriculum(corpus, [Phase(steps=4, batch_size=4, seq_len=17)])
-    model, options = (
-        with_numbers(lambda: Embedding(corpus.vocab_size)),
-        {"log_every": 1, "eval_iters": 1, "checkpoint_every": 2},
-    )
-    made = Trainer(model, optax.sgd(0.1), curriculum, token_losses, "mine", mesh=make_mesh(n_devices=1), **options)
-    made.run()
-    made.close()
-    (made.parts.folder / "training_cursor.json").rename("cursor")
+    shutil.copytree(trained / "mine", "mine")
+    os.rename("mine/training_cursor.json", "cursor")
     resume = ["train", "--run_dir", "mine", "--resume"]
     by = "mine was trained by a program of yours, with a Trainer of parts: "
     for words, message in (
@@ -154,9 +173,8 @@ def test_a_run_with_a_model_of_the_program_is_explained(corpus, capsys):
     finished = "it is finished after step 4. To train longer, start that program again with a larger max_steps"
     assert by + finished in capsys.readouterr().err
     assert not os.path.exists("new")
-    trainer(corpus).run()
-    capsys.readouterr()
-    assert main(["report", "mine", "run"]) == 0
+    monkeypatch.setattr(report, "draw", lambda *where: [])  # the report of `own` below has pictures
+    assert main(["report", "mine", str(trained / "run")]) == 0
     table = capsys.readouterr().out
     assert "config:" not in table
     assert "no config, as a program's Trainer made the model: mine" in table
@@ -210,23 +228,12 @@ def test_ctrl_c_in_fit_returns_a_result_that_says_so(corpus, tmp_path):
     assert (ended.stopped, ended.step) == (False, result.step + 1)
 
 
-def own_layers(rngs):
-    return nnx.Embed(257, 8, rngs=rngs), nnx.Linear(8, 257, rngs=rngs)
-
-
-def test_a_run_with_a_model_of_ones_own_says_which_commands_read_it(corpus, capsys):
-    model = with_numbers(lambda: nnx.Sequential(*own_layers(nnx.Rngs(0))))
-    curriculum = Curriculum(corpus, [Phase(steps=2, batch_size=4, seq_len=17)])
-    made = Trainer(
-        model, optax.adam(1e-2), curriculum, token_losses, "own", mesh=make_mesh(n_devices=1), log_every=1
-    )  # fmt: skip
-    made.run()
-    made.close()
-    capsys.readouterr()
+def test_a_run_with_a_model_of_ones_own_says_which_commands_read_it(corpus, trained, capsys):
+    shutil.copytree(trained / "mine", "own")
     assert main(["report", "own"]) == 0
-    assert "steps             2" in capsys.readouterr().out
+    assert "steps             4" in capsys.readouterr().out
     assert main(["top", "own", "--once"]) == 0
-    assert "finished  step 2 of 2" in capsys.readouterr().out
+    assert "finished  step 4 of 4" in capsys.readouterr().out
     assert main(["verify", "own"]) == 0
     for words in (
         ["eval", "own"], ["plan", "own"], ["generate", "own"], ["audit", "own"], ["compare", "own", "own"],

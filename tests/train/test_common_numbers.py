@@ -1,18 +1,16 @@
 """Two runs with other shares and other ends of phases differ by them alone: weights, dropout and held-out text."""
 
-from functools import partial
-
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import model, rows, told
+from runs import module, rows, told
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.loss import next_token_loss
 
-DROPPING, STILL = partial(model, dropout_rate=0.5), optax.sgd(0.0)
+STILL = optax.sgd(0.0)
 MIXTURES = ((4, {"self": 0.9, "code": 0.1}, {"self": 0.5, "code": 0.5}), (7, {"code": 1.0, "self": 0}, {"self": 1.0}))
 
 
@@ -35,7 +33,7 @@ def trained(corpus, code, path, mixture):
     end, *weights = mixture
     phases = [Phase(steps, 8, 17, weights=of, blend="row") for steps, of in zip((end, 10 - end), weights, strict=True)]
     made = Trainer(
-        DROPPING,
+        module(dropout_rate=0.5),
         STILL,
         Curriculum(corpus, phases, {"code": code}, passes="apart"),
         loss,

@@ -5,7 +5,7 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import make, model, saved, told
+from runs import make, module, saved, told
 
 from roxxel_dist import Phase
 from roxxel_dist.checkpoint import store as checkpoint
@@ -31,7 +31,7 @@ def test_what_fails_after_the_last_step_leaves_a_finished_run(corpus, tmp_path):
 
 
 def test_the_whole_model_is_gathered_where_it_fits(corpus, tmp_path, monkeypatch):
-    made = make(corpus, tmp_path, PHASES, model=lambda: model(dim=144), fsdp=True)
+    made = make(corpus, tmp_path, PHASES, model=module(dim=144), fsdp=True)
     try:
         cut = [name for name, leaf in made.state.params.items() if not leaf.is_fully_replicated]
         assert len(cut) > 1

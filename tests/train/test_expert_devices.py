@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import transformer
+from models import transformer, with_numbers
 from runs import losses as of_run
 from states import init_state
 
@@ -253,7 +253,7 @@ def test_text_of_a_model_whose_experts_are_divided(axes):
 def test_a_few_tokens_do_not_gather_the_experts(monkeypatch):
     """Of groups of rows, as on TPUs: XLA alone sends each device all matrices for a single token."""
     monkeypatch.setattr(moe, "uses_ragged", lambda *sizes: True)
-    mesh, layer = make_mesh(4, expert=4), MixtureOfExperts(ModelConfig(**SMALL), nnx.Rngs(0))
+    mesh, layer = make_mesh(4, expert=4), with_numbers(lambda: MixtureOfExperts(ModelConfig(**SMALL), nnx.Rngs(0)))
     graphdef, state = nnx.split(layer)
     x, run = np.ones((1, 3, 32), np.float32), jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)[0])
     expected = run(state, x)

@@ -3,6 +3,7 @@
 import exact_rows
 import jax
 import numpy as np
+import optax
 import pytest
 from models import transformer
 
@@ -10,7 +11,7 @@ from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.train.metrics import MetricsLogger, even_shares, expert_loads
 from roxxel_dist.train.step.compile import AotCompiler
-from roxxel_dist.train.step.optimizer import NamedOptimizer, OptimizerConfig
+from roxxel_dist.train.step.optimizer import as_optimizer
 from roxxel_dist.train.step.step import SPIKE_FACTOR
 from roxxel_dist.train.steps import StepOptions, make_steps
 
@@ -19,7 +20,7 @@ FIELDS = exact_rows.SMALL | {"use_moe": True, "n_experts": 4, "top_k_mlp": 1, "m
 
 def load_of_a_step(model, shape, mesh, loss=token_losses, **options):
     """float64[layers, experts], as multiples of an even share."""
-    optimizer = NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0))
+    optimizer = as_optimizer(optax.sgd(1e-2))
     made = make_steps(
         model, loss, optimizer, mesh, StepOptions(**options), {**optimizer.settings(9), SPIKE_FACTOR: 0.0}
     )

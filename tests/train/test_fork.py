@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -45,12 +44,15 @@ def contents(path):
 
 def test_a_stable_phase_and_a_fork_are_one_long_run(corpus, tmp_path):
     """Both are equal to the bit, decay and dropout included; the run that is forked goes on as if nothing was."""
-    dropping = partial(model, dropout_rate=0.2)
-    options = {"phases": [Phase(13, 8, 17)], "model": dropping, "val_fraction": 0.0}
-    whole = train(corpus, tmp_path / "whole", optimizer=by(**DECAY), **options)
-    train(corpus, tmp_path / "stable", optimizer=by(**STABLE), checkpoint_every=4, max_to_keep=None, **options)
+
+    def trained(name, fields, **options):
+        options |= {"model": module(dropout_rate=0.2), "val_fraction": 0.0}  # a module each: training changes it
+        return train(corpus, tmp_path / name, [Phase(13, 8, 17)], optimizer=by(**fields), **options)
+
+    whole = trained("whole", DECAY)
+    trained("stable", STABLE, checkpoint_every=4, max_to_keep=None)
     before = contents(tmp_path / "stable")
-    made = train(corpus, tmp_path / "fork", optimizer=by(**DECAY), origin=fork(tmp_path / "stable", 8), **options)
+    made = trained("fork", DECAY, origin=fork(tmp_path / "stable", 8))
     assert contents(tmp_path / "stable") == before
     assert made.start_step == 8
     joined = {step: loss for step, loss in numbers(tmp_path / "stable").items() if step <= 8}

@@ -1,10 +1,10 @@
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+import warm
+from commands import environment
 
 from roxxel_dist.devices.accelerators import peak_flops
 from roxxel_dist.train.step.throughput import mfu, peak_memory_gb, peak_rss_bytes
@@ -83,7 +83,7 @@ def test_memory_of_the_fullest_device():
     assert peak_memory_gb([card({"bytes_in_use": 1}), card(None)]).keys() == {"ram_gb"}
 
 
-def test_memory_of_the_process_where_devices_do_not_say():
+def test_memory_of_the_process_where_devices_do_not_say(tmp_path):
     code = """
 from roxxel_dist.train.step.throughput import peak_memory_gb, peak_rss_bytes
 before = peak_rss_bytes()
@@ -91,7 +91,9 @@ block = bytearray(b"x") * 50_000_000
 del block
 print(peak_rss_bytes() - before, peak_memory_gb())
 """
-    grown, memory = subprocess.check_output([sys.executable, "-c", code], text=True).split(" ", 1)
+    ran = warm.run([], tmp_path, environment(), source=code)
+    assert ran.returncode == 0, ran.stderr
+    grown, memory = ran.stdout.split(" ", 1)
     assert int(grown) > 45_000_000, "the peak counts, not what is held now"
     assert memory.startswith("{'ram_gb': ")
     assert 0.2e9 < peak_rss_bytes() < 1e12

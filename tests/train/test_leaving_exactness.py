@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from runs import make
+from runs import make, module
 
 from roxxel_dist import Config, Phase, Roxxel
 from roxxel_dist.checkpoint.store import CheckpointStore
@@ -159,7 +159,7 @@ OF_PARTS = {
 
 
 def of_parts(corpus, folder, devices=1, **more):
-    return make(corpus, folder, mesh=make_mesh(devices), **OPTIONS | more)
+    return make(corpus, folder, model=module(), mesh=make_mesh(devices), **OPTIONS | more)
 
 
 @pytest.fixture(scope="module")

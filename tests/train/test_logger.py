@@ -2,10 +2,10 @@
 
 import csv
 import logging
-import subprocess
 import sys
 
 import numpy as np
+import warm
 from commands import TERMINAL, environment, on_terminal
 
 from roxxel_dist import Logger
@@ -80,7 +80,7 @@ def test_nothing_is_said_after_the_end(tmp_path, capsys):
 
 
 def test_a_crash_is_on_the_disk_before_it_goes_on(tmp_path):
-    result = subprocess.run([sys.executable, "-c", CRASH, tmp_path], capture_output=True, text=True)
+    result = warm.run([str(tmp_path)], tmp_path, environment(), source=CRASH)
     assert result.returncode == 7, result.stderr
     lines = said(tmp_path / "run_system.log")
     assert lines[0] == "begin"
@@ -93,8 +93,12 @@ def test_a_bar_on_a_terminal_alone(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(BAR)  # without a terminal
     assert capsys.readouterr().out == "Step 300/300 | loss: 0.1250\n"
-    options = {"cwd": tmp_path, "env": environment(**TERMINAL)}
-    program, text = on_terminal(lambda theirs: subprocess.Popen([sys.executable, "-c", BAR], stdout=theirs, **options))
+
+    def start(theirs):
+        with open(theirs, "wb", closefd=False) as terminal:
+            return warm.start(BAR, [], tmp_path, environment(**TERMINAL), (terminal, sys.__stderr__))
+
+    program, text = on_terminal(start)
     assert program.wait() == 0
     assert "300/300 loss 0.1250" in text
     assert "Step 300/300 | loss: 0.1250" in text

@@ -5,6 +5,7 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from models import transformer, with_numbers
@@ -16,7 +17,7 @@ from roxxel_dist.data.packing import Packed
 from roxxel_dist.devices.program_cost import program_cost
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.train.step.compile import AotCompiler
-from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
+from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig, as_optimizer
 from roxxel_dist.train.step.step import SPIKE_FACTOR, make_eval_step, make_step
 
 SMALL = {"dim": 64, "num_blocks": 2, "vocab_size": 128, "max_context": 4096, "head_size": 16, "kv_heads": 2}
@@ -43,12 +44,12 @@ def batch(seed, shape, place, packed):
     return Packed(tokens, *jax.device_put((segments, positions), place))
 
 
-def compiled(mesh, fields, shape, *, packed=False, fsdp=False, grad_accum=1, lr=1e-2):
+def compiled(mesh, fields, shape, *, packed=False, fsdp=False, grad_accum=1, lr=1e-2, optimizer=None):
     """(the compiled training step, state, hparams, a function of a seed that makes a batch).
 
     `fields` of the built-in model, or another model.
     """
-    optimizer = NamedOptimizer(OptimizerConfig(lr=lr, warmup_steps=0))
+    optimizer = optimizer or NamedOptimizer(OptimizerConfig(lr=lr, warmup_steps=0))
     model = transformer(**SMALL | fields) if isinstance(fields, dict) else fields
     split, state, hparams = init_state(model, InitialState(optimizer), mesh, fsdp=fsdp, dtype=None)
     hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
@@ -108,7 +109,7 @@ def test_losses_are_those_of_one_device(fields, rows, axes, packed):
 def test_a_row_of_documents_on_eight_devices_and_what_they_gather():
     """The losses are those of one device, and keys and values alone are gathered; with parameters that are cut too."""
     alone, cut = (
-        compiled(mesh, ONE_LAYER, (1, 131), packed=True, fsdp=fsdp)
+        compiled(mesh, ONE_LAYER, (1, 131), packed=True, fsdp=fsdp, optimizer=as_optimizer(optax.sgd(0.1)))
         for mesh, fsdp in ((make_mesh(1), False), (make_mesh(fsdp=8), True))
     )
     np.testing.assert_allclose(losses_of(cut, 2), losses_of(alone, 2), rtol=2e-5)

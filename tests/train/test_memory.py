@@ -157,14 +157,14 @@ def test_no_copy_hides_that_a_checkpoint_to_be_kept_was_lost(corpus, folder, tmp
     """It was being written when the process was killed: the run goes back, to write it."""
     path = tmp_path / "killed"
     seldom = {"checkpoint_every": 100, "keep_steps": [10]}
-    made = make(corpus, path, **EVERY_STEP | seldom)
+    made = make(corpus, path, ONE_SHAPE, **EVERY_STEP | seldom)
     # As on a slow disk: the copies that follow are of a state whose checkpoint is under way.
     monkeypatch.setattr(type(made.store), "pending_step", property(lambda self: 10 if made.step >= 9 else None))
     made.run()
     made.close()
     for step in (10, 13):
         shutil.rmtree(path / "checkpoints" / str(step))
-    again = make(corpus, path, **EVERY_STEP | seldom)
+    again = make(corpus, path, ONE_SHAPE, **EVERY_STEP | seldom)
     assert again.start_step == 5
     again.close()
 
@@ -201,9 +201,9 @@ def make_plan(corpus, tmp_path):
 
 def test_without_a_folder_there_are_no_copies_and_a_line_where_they_are_wanted(corpus, tmp_path, monkeypatch):
     monkeypatch.delenv("ROXXEL_MEMORY", raising=False)
-    train(corpus, tmp_path / "auto", max_steps=2)
+    train(corpus, tmp_path / "auto", ONE_SHAPE, max_steps=2)
     assert "memory" not in told(tmp_path / "auto")
-    train(corpus, tmp_path / "five", max_steps=2, memory_checkpoint_every=5)
+    train(corpus, tmp_path / "five", ONE_SHAPE, max_steps=2, memory_checkpoint_every=5)
     assert (
         told(tmp_path / "five").count("memory_checkpoint_every is 5, and this job has no folder in shared memory") == 1
     )

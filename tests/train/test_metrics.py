@@ -82,7 +82,7 @@ def test_hfu_counts_what_the_compiled_program_computes(corpus, finished_run, tmp
     assert "hfu" not in logged(finished_run)[-1], "the peak of a CPU is not known"
     for module in (throughput, programs):
         monkeypatch.setattr(module, "peak_flops", lambda *kind: 1e12)
-    train(corpus, tmp_path / "known", PHASES)
+    train(corpus, tmp_path / "known", PHASES[1:])
     ratios = [row["hfu"] / row["mfu"] for row in logged(tmp_path / "known") if "mfu" in row]
     assert len(ratios) > 1
     # The usual count has all parameters in products: here the head's 16 x 500 alone are.

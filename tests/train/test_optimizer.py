@@ -279,19 +279,22 @@ def test_betas_and_momentum_reach_the_optimizer():
         ("adamw", {"beta1": 0.5}),
         ("lion", {"beta2": 0.5}),
     )
-    grads = [{"a.kernel": np.asarray(tree(now)["lm_head.kernel"])} for now in range(3)]
+    grads = [{"a.kernel": np.asarray(tree(now)["lm_head.kernel"])} for now in range(2)]
 
     def trained(name, **fields):
         optimizer, params = NamedOptimizer(OptimizerConfig(optimizer=name, **fields)), grads[0]
         settings = scalars(optimizer, 10)
         state = optimizer.build(settings, 0).init(params)
-        for now in range(3):
+        for now in range(2):
             updates, state = optimizer.build(settings, now).update(grads[now], state, params)
             params = optax.apply_updates(params, updates)
         return params["a.kernel"]
 
     usual, given = jax.jit(
-        lambda: ({name: trained(name) for name, _ in cases}, [trained(name, **fields) for name, fields in cases])
+        lambda: (
+            {name: trained(name) for name in {name for name, _ in cases}},
+            [trained(name, **fields) for name, fields in cases],
+        )
     )()
     for (name, fields), result in zip(cases, given, strict=True):
         assert not np.allclose(usual[name], result, rtol=1e-6), fields

@@ -12,11 +12,9 @@ from states import init_state
 
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
-from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import DynamicScalar
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.split import split_module
-from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.step.optimizer import as_optimizer
 from roxxel_dist.train.step.state import _init_programs, _optimizer_program, _placed, trace_module
 from roxxel_dist.train.step.step import make_step
@@ -107,8 +105,7 @@ def test_a_device_never_holds_much_more_than_its_share(devices, dtype):
     """
 
     def wide():
-        shape = ModelConfig(dim=256, num_blocks=1, vocab_size=512, max_context=64, dropout_rate=0.1)
-        return Transformer(shape, nnx.Rngs(params=0, dropout=1))
+        return model(dim=256, vocab_size=512, dropout_rate=0.1)
 
     mesh, init = make_mesh(devices), optax.adamw(1e-3).init
     traced = trace_module(wide, mesh)

@@ -56,10 +56,11 @@ def test_a_run_accounts_for_its_time(corpus, tmp_path):
 
 
 def test_a_run_that_goes_on_says_so_and_a_finished_one_was_not_down(corpus, tmp_path):
-    train(corpus, tmp_path, max_steps=5)
+    phases = [Phase(13, 8, 17)]
+    train(corpus, tmp_path, phases, max_steps=5)
     time.sleep(1.2)
-    train(corpus, tmp_path)
-    train(corpus, tmp_path)  # it is finished, and says so
+    train(corpus, tmp_path, phases)
+    train(corpus, tmp_path, phases)  # it is finished, and says so
     rows = read_timeline(tmp_path)
     assert steps_of(rows) == list(range(1, 14))
     assert [one["attempt"] for one in rows if one["activity"] == "finished"] == [0, 1, 2]

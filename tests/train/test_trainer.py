@@ -50,8 +50,8 @@ def test_what_was_logged_after_the_last_checkpoint_is_logged_once(corpus, finish
 def test_asked_to_stop_it_saves_that_step(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 6)
-        assert train(corpus, tmp_path).stopped
-    again = train(corpus, tmp_path)
+        assert train(corpus, tmp_path, PHASES[:2]).stopped
+    again = train(corpus, tmp_path, PHASES[:2])
     assert again.start_step == 6
     assert not again.stopped
 
@@ -224,13 +224,14 @@ def test_a_logger_and_a_checkpointer_of_ones_own(corpus, tmp_path, capfd):
     optimizer = nnx.Optimizer(net, ADAM, wrt=nnx.Param)
     logger = Logger(tmp_path / "mine", "my")
     checkpointer = Checkpointer(tmp_path / "kept", net, optimizer, max_to_keep=1)
-    made = train(corpus, tmp_path / "run", model=net, optimizer=optimizer, logger=logger, checkpointer=checkpointer)
+    options = {"model": net, "optimizer": optimizer, "logger": logger, "checkpointer": checkpointer}
+    made = train(corpus, tmp_path / "run", [Phase(13, 8, 17)], val_fraction=0.0, **options)
     logger.close()
     assert made.checkpointer is checkpointer
     with (tmp_path / "mine" / "my_metrics.csv").open(newline="") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 14))
-    assert "phase 1/3 from step 1" in (tmp_path / "mine" / "my_system.log").read_text()
-    assert capfd.readouterr().out.count("phase 1/3 from step 1") == 1
+    assert "phase 1/1 from step 1" in (tmp_path / "mine" / "my_system.log").read_text()
+    assert capfd.readouterr().out.count("phase 1/1 from step 1") == 1
     assert len(losses(tmp_path / "run")) == 13
     assert checkpointer.store.latest_step() == 13
     assert not (tmp_path / "run" / "checkpoints").exists()

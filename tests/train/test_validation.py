@@ -1,10 +1,9 @@
 """Validation while training: the data, the messages, the best checkpoint, and early stopping."""
 
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from runs import PHASES, losses, make, model, rows, saved, stop_after, told, train
+from runs import PHASES, STILL, losses, make, model, rows, saved, stop_after, told, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel
 from roxxel_dist.model.loss import next_token_loss
@@ -12,8 +11,7 @@ from roxxel_dist.train.step import compile as programs
 from roxxel_dist.train.step.digest_chain import absorb
 from roxxel_dist.train.validation.evaluator import HELD_OUT, TRAIN, summarize
 
-STILL = optax.sgd(0.0)
-"""Learns nothing, so that no validation is better than the first."""
+ONE_SHAPE = [Phase(13, 8, 17)]
 
 
 def write(pattern, documents):
@@ -64,20 +62,19 @@ def test_scalars_of_a_loss_are_means_by_its_weights():
 
 def test_text_is_said_and_a_dictionary_is_logged(corpus, tmp_path):
     """At every `eval_every`, without data to validate on too; the state is the one after that step."""
-    seen = []
+    seen, tokens = [], corpus.read(np.zeros(1, np.int64), 16, np.int32)
+    called = nnx.jit(lambda model, tokens: ((logits := model(tokens)), logits.std()))
 
     def evaluate(state):
-        logits = nnx.jit(lambda model, tokens: model(tokens))(
-            state.model, corpus.read(np.zeros(1, np.int64), 16, np.int32)
-        )
+        logits, spread = called(state.model, tokens)
         assert logits.shape == (1, 16, 500)
         assert int(state.step) == int(state.step[...])
         seen.append(int(state.step))
         if seen[-1] == 5:
             return f"after {int(state.step)} steps"
-        return {"spread": logits.std(), "twice": 2 * seen[-1]} if seen[-1] == 10 else None
+        return {"spread": spread, "twice": 2 * seen[-1]} if seen[-1] == 10 else None
 
-    train(corpus, tmp_path, eval_fn=evaluate, val_fraction=0.0)
+    train(corpus, tmp_path, ONE_SHAPE, eval_fn=evaluate, val_fraction=0.0)
     assert seen == [1, 5, 10, 13]
     found = {row["step"]: row for row in rows(tmp_path)}
     assert found[10]["twice"] == 20
@@ -90,9 +87,8 @@ def test_a_validation_loss_of_ones_own_decides_which_is_best(corpus, tmp_path):
     def evaluate(state):
         return {"val_loss": abs(int(state.step) - 5)}
 
-    made = train(
-        corpus, tmp_path, eval_fn=evaluate, val_fraction=0.0, max_to_keep=1, checkpoint_every=100, keep_best=True
-    )
+    options = {"val_fraction": 0.0, "max_to_keep": 1, "checkpoint_every": 100, "keep_best": True}
+    made = train(corpus, tmp_path, ONE_SHAPE, eval_fn=evaluate, **options)
     assert (made.store.best_step(), saved(tmp_path)) == (5, [5, 13])
 
 
@@ -109,7 +105,8 @@ def test_a_better_validation_is_saved_where_that_is_asked_for(corpus, tmp_path, 
     def evaluate(state):
         return {"val_loss": abs(int(state.step) - 7)}
 
-    made = train(corpus, tmp_path, eval_fn=evaluate, val_fraction=0.0, max_to_keep=None, **{"eval_every": 2, **options})
+    options = {"eval_every": 2, "val_fraction": 0.0, "max_to_keep": None, **options}
+    made = train(corpus, tmp_path, ONE_SHAPE, eval_fn=evaluate, **options)
     assert (saved(tmp_path), made.store.best_step()) == (steps, best)
 
 
@@ -171,7 +168,7 @@ def test_the_same_batches_each_time_and_no_dropout(corpus, tmp_path):
 
 def test_patience_ends_a_run_for_good(corpus, tmp_path):
     """Validated after 1, 2 and 4; the first was the best."""
-    options = {"optimizer": STILL, "eval_every": 2, "patience": 2, "checkpoint_every": 100}
+    options = {"phases": ONE_SHAPE, "optimizer": STILL, "eval_every": 2, "patience": 2, "checkpoint_every": 100}
     made = train(corpus, tmp_path, **options)
     assert (made.step, made.stopped, made.finished) == (4, False, True)
     assert [step for step, *_ in losses(tmp_path)] == [1, 2, 3, 4]
@@ -188,7 +185,7 @@ def test_patience_ends_a_run_for_good(corpus, tmp_path):
 
 def test_patience_and_the_best_loss_outlive_the_process(corpus, tmp_path, monkeypatch):
     """Cut after step 5, one validation after the best. Without what was kept, it would wait for three more."""
-    options = {"optimizer": STILL, "eval_every": 3, "patience": 3, "checkpoint_every": 1}
+    options = {"phases": ONE_SHAPE, "optimizer": STILL, "eval_every": 3, "patience": 3, "checkpoint_every": 1}
     with monkeypatch.context() as patch:
         stop_after(patch, 5)
         assert train(corpus, tmp_path, **options).stopped
@@ -198,9 +195,8 @@ def test_patience_and_the_best_loss_outlive_the_process(corpus, tmp_path, monkey
 
 
 def test_the_best_the_newest_and_those_that_are_kept_for_ever(corpus, tmp_path):
-    made = train(
-        corpus, tmp_path, optimizer=STILL, max_to_keep=1, checkpoint_every=2, keep_every=4, keep_steps=[7], eval_every=3
-    )
+    options = {"max_to_keep": 1, "checkpoint_every": 2, "keep_every": 4, "keep_steps": [7], "eval_every": 3}
+    made = train(corpus, tmp_path, ONE_SHAPE, optimizer=STILL, **options)
     assert saved(tmp_path) == [1, 4, 7, 8, 12, 13]
     assert (made.store.best_step(), made.store.latest_step()) == (1, 13)
 
@@ -212,6 +208,7 @@ def test_a_better_checkpoint_takes_the_place_of_the_best(corpus, tmp_path):
         return {"val_loss": abs(int(state.step) - 9)}
 
     options = {
+        "phases": ONE_SHAPE,
         "eval_fn": evaluate,
         "val_fraction": 0.0,
         "max_to_keep": 1,

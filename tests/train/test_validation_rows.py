@@ -2,9 +2,8 @@
 
 import json
 
-import optax
 import pytest
-from runs import rows, told, train
+from runs import STILL, rows, told, train
 
 from roxxel_dist import Phase
 from roxxel_dist.checkpoint.metadata import CheckpointRef, EarlyStopping, ResumeSpec
@@ -80,7 +79,7 @@ def losses(path):
 
 def test_a_ramp_validates_on_the_same_rows_and_so_do_its_branches(corpus, tmp_path):
     """The weights never change: what changes val_loss are the rows alone."""
-    options = {"optimizer": optax.sgd(0.0), "eval_every": 1, "checkpoint_every": 2, "max_to_keep": None}
+    options = {"optimizer": STILL, "eval_every": 1, "checkpoint_every": 2, "max_to_keep": None}
     ramp = [Phase(2, 4, 17), Phase(2, 8, 17), Phase(2, 8, 9)]
     train(corpus, tmp_path / "run", ramp, max_steps=3, **options)
     train(corpus, tmp_path / "run", ramp, **options)  # a resume within the second phase
@@ -105,7 +104,7 @@ def test_a_ramp_validates_on_the_same_rows_and_so_do_its_branches(corpus, tmp_pa
 
 
 def test_patience_counts_through_a_ramp_and_anew_on_other_rows(corpus, tmp_path):
-    options = {"optimizer": optax.sgd(0.0), "eval_every": 1, "patience": 3}
+    options = {"optimizer": STILL, "eval_every": 1, "patience": 3}
     ended = train(corpus, tmp_path / "ramp", [Phase(2, 4, 17), Phase(4, 8, 17)], **options)
     assert ended.step == 4  # one that is the lowest, and three that are not lower
     ended = train(corpus, tmp_path / "longer", [Phase(2, 8, 17), Phase(4, 8, 9)], **options)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from runs import make, rows, saved, train
 
-from roxxel_dist import Roxxel
+from roxxel_dist import Phase, Roxxel
 from roxxel_dist.data.verify import DamagedData
 from roxxel_dist.input.stream import locate_token
 
@@ -58,10 +58,10 @@ def test_a_damaged_block_with_valid_ids_ends_the_run_by_name(data, tmp_path):
 
 
 def test_the_step_at_which_it_ends_is_always_the_same(data, tmp_path):
-    ends = set()
+    ends, options = set(), {"val_fraction": 0.0, "log_every": 100, "checkpoint_every": 100}
     for number in range(2):
         with Roxxel(data) as dataset:
-            trainer = make(dataset, tmp_path / str(number), val_fraction=0.0, log_every=100, checkpoint_every=100)
+            trainer = make(dataset, tmp_path / str(number), [Phase(13, 8, 17)], **options)
             overwrite(dataset, first_read(trainer, 11), 7)
             with pytest.raises(DamagedData, match="cannot be done") as caught:
                 trainer.run()
@@ -73,7 +73,7 @@ def test_the_step_at_which_it_ends_is_always_the_same(data, tmp_path):
 def test_off_trains_on_it_as_it_is(data, tmp_path):
     with Roxxel(data) as dataset:
         overwrite(dataset, 1000, 7)
-        train(dataset, tmp_path / "run", val_fraction=0.0, verify_data="off")
+        train(dataset, tmp_path / "run", [Phase(13, 8, 17)], val_fraction=0.0, verify_data="off")
     assert len(rows(tmp_path / "run")) == 13
 
 

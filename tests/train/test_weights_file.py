@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from commands import wait_for
 from flax import serialization
-from runs import module, stop_after, told, train
+from runs import PHASES, module, stop_after, told, train
 from small_disks import mounted_disk
 
 from roxxel_dist import Phase
@@ -256,18 +256,19 @@ def test_the_weights_of_a_run_and_of_one_that_goes_back(corpus, tmp_path):
 
 
 def test_asked_to_stop_too_large_and_not_wanted(corpus, tmp_path, monkeypatch):
+    options = {"phases": PHASES[:2], "max_steps": 8, "keep_best": True}
     with monkeypatch.context() as patch:
         stop_after(patch, 6)
         patch.setattr(saves_module, "LIMIT", 1000)
-        assert train(corpus, tmp_path, max_steps=8, keep_best=True).stopped
+        assert train(corpus, tmp_path, **options).stopped
     assert "the weights take 0.0 GB" in told(tmp_path)
     assert told(tmp_path).count("the checkpoints have larger ones") == 1
     assert not list(tmp_path.glob("*.msgpack"))
     with monkeypatch.context() as patch:
         stop_after(patch, 7)
-        assert train(corpus, tmp_path, max_steps=8, keep_best=True).stopped
+        assert train(corpus, tmp_path, **options).stopped
     assert (step_of(tmp_path / NEWEST), step_of(tmp_path / BEST)) == (7, 5)  # of the losses of steps 1 and 5
     before = (tmp_path / NEWEST).stat()
-    train(corpus, tmp_path, max_steps=8, export_weights=False)
+    train(corpus, tmp_path, PHASES[:2], max_steps=8, export_weights=False)
     assert (tmp_path / NEWEST).stat() == before
     assert json.loads((tmp_path / "training_cursor.json").read_text())["finished"]

@@ -93,6 +93,7 @@ def test_nothing_is_compiled_for_other_prompts_lengths_and_options(generator):
     sizes = generation._prefill._cache_size(), generation._decode._cache_size()
     generator.generate("other", 30, temperature=0)
     generator.generate("def f(x):", 9, temperature=0.3, top_k=3, top_p=0.5, seed=4, stop_at_eos=False)
+    generator.generate(LONG[:62], 1, temperature=0)
     list(generator.stream("y", 20, top_k=1))
     assert (generation._prefill._cache_size(), generation._decode._cache_size()) == sizes
 
@@ -180,8 +181,8 @@ FORWARD = nnx.jit(lambda model, tokens: model(tokens))
 
 
 def test_two_prompts_with_the_same_end_and_the_default_length_have_different_texts(generator):
-    with pytest.warns(UserWarning, match="2 of 2 texts ended at max_context"):
-        one, other = generator.generate(["def f(x): x ", "zzz "], temperature=0, stop_at_eos=False)
+    with pytest.warns(UserWarning, match="3 of 3 texts ended at max_context"):  # three: what is compiled above
+        one, other, _ = generator.generate(["def f(x): x ", "zzz ", "x"], temperature=0, stop_at_eos=False)
     assert one[:20] != other[:20]
     with pytest.warns(
         UserWarning, match="the prompt has 70 tokens: 30 at the beginning are not read, only the last 40"
@@ -220,7 +221,7 @@ def test_stop_texts_and_stop_ids(generator, monkeypatch):
     end = whole[6:8]
     cut = whole[: whole.index(end)]
     options = {"temperature": 1.0, "seed": 3, "stop_at_eos": False}
-    assert generator.generate(["x", "y"], 30, stop=[end, "never"], **options)[0] == cut
+    assert generator.generate(["x", "y", "z"], 30, stop=[end, "never"], **options)[0] == cut
     assert "".join(generator.stream("x", 30, stop=end, **options)) == cut
     ids = generation.generate(generator.model, [ord("x")], 30, max_context=64, temperature=1.0, seed=3)
     monkeypatch.setattr(generator, "stop_ids", [ids[9], ids[6], 256])
@@ -285,9 +286,8 @@ def test_an_export_is_read_as_a_run(made, tmp_path, kind):
     assert told.startswith("step 7 of ")
     model, same = Transformer.from_pretrained(tmp_path / "out"), Transformer.from_pretrained(made)
     assert model.norm.scale[...].dtype == jnp.bfloat16
-    tokens = np.arange(20, dtype=np.int32)[None]
-    logits = nnx.jit(lambda model, tokens: model(tokens))
-    np.testing.assert_allclose(np.float32(logits(model, tokens)), logits(same, tokens), atol=0.3)
+    tokens = np.arange(64, dtype=np.int32)[None]
+    np.testing.assert_allclose(np.float32(FORWARD(model, tokens)), FORWARD(same, tokens), atol=0.3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing is left beside it"
     assert bool(list((tmp_path / "out").glob("*.index.json"))) == (kind == "safetensors")
     assert Generator(tmp_path / "out").step == Generator(f"{tmp_path / 'out'}@7").step == 7
@@ -441,7 +441,10 @@ def test_the_commands(made, tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().out
     assert text.startswith("12 π ")
     assert main(["generate", str(made), *words, "--num_samples", "3"]) == 0
-    assert capsys.readouterr().out.startswith("--- sample 1, seed 0\n" + text), "the same from the run itself"
+    samples = capsys.readouterr().out
+    assert samples.startswith("--- sample 1, seed 0\n" + text), "the same from the run itself"
+    assert main(["generate", str(made), *words, "--seed", "2"]) == 0
+    assert samples.endswith("--- sample 3, seed 2\n" + capsys.readouterr().out)
     for wrong, message in (
         (["--top_p", "2"], "top_p is 2.0: it must be above 0 and at most 1"),
         (["--max_new_tokens", "0"], "max_new_tokens is 0: it must be at least 1"),

@@ -44,7 +44,7 @@ OURS = {
     "olmo2": {"qk_norm": "projection", "norm_position": "after", "kv_heads": 1, "norm_eps": 1e-3},
     "gemma2": GEMMA | {"sliding_window_pattern": 2, "attn_softcap": 2.0, "query_pre_attn_scalar": 20.0},
     "gemma3": GEMMA | {
-        "num_blocks": 3, "qk_norm": "head", "sliding_window_pattern": 2, "rope_local_theta": 50.0, "rope_theta": 900.0,
+        "num_blocks": 2, "qk_norm": "head", "sliding_window_pattern": 2, "rope_local_theta": 50.0, "rope_theta": 900.0,
         "rope_scale_factor": 2.0,
     },
     "smollm3": {"num_blocks": 3, "no_rope_layer_interval": 2, "rope_theta": 500.0},

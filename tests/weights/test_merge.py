@@ -22,10 +22,11 @@ from roxxel_dist.weights.export import mean, merge_run, shares_of
 from roxxel_dist.weights.load import weights_of
 
 SMALL = {
-    "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 16, "batch_size": 8, "max_steps": 8, "lr": 1e-2,
+    "model": "runs:build", "dim": 16, "max_context": 16, "batch_size": 8, "max_steps": 8, "lr": 1e-2,
     "log_every": 1, "eval_every": 2, "eval_iters": 1, "checkpoint_every": 2, "memory_checkpoint_every": 0,
     "max_to_keep": None, "n_devices": 1, "wandb": "off",
 }  # fmt: skip
+BUILT_IN = {"model": None, "num_blocks": 1, "n_heads": 2}
 KEPT = [1, 2, 4, 6, 8]
 
 
@@ -140,7 +141,7 @@ def test_text_comes_out_of_it(tmp_path, monkeypatch, capsys):
     """A run that has made its data of text: the merged one reads that, and has its tokenizer."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("all the small words of a text that is read again and again\n" * 300)
-    fit("text.txt", tmp_path / "run", tokenizer_type="bpe", vocab_size=300, max_steps=4)
+    fit("text.txt", tmp_path / "run", tokenizer_type="bpe", vocab_size=300, max_steps=4, **BUILT_IN)
     assert main(["merge", "run@2,4", "--out", "deep/merged", "--weights", "1-sqrt"]) == 0
     assert evaluate("deep/merged").losses["val_loss"] > 0
     capsys.readouterr()
@@ -151,7 +152,7 @@ def test_text_comes_out_of_it(tmp_path, monkeypatch, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("fields", [{"ema": 0.9}, {"use_bf16": True}])
 def test_an_average_is_merged_and_the_type_of_the_parameters_stays(data, tmp_path, fields):
-    trained = fit(data, tmp_path / "run", max_steps=4, **fields)
+    trained = fit(data, tmp_path / "run", max_steps=4, **BUILT_IN, **fields)
     merge_run(f"{trained}@2,4", tmp_path / "merged")
     wanted, kept = by_hand(trained, {2: 0.5, 4: 0.5}), weights_of(trained, step=2).params
     for name, array in weights_of(tmp_path / "merged").params.items():
@@ -160,8 +161,9 @@ def test_an_average_is_merged_and_the_type_of_the_parameters_stays(data, tmp_pat
 
 
 @pytest.mark.long
-def test_of_adapters_the_plain_models_are_merged(run, data, tmp_path):
-    adapted = fit(data, tmp_path / "run", init_from=str(run), use_lora=True, lora_rank=2, dropout_rate=0.1)
+def test_of_adapters_the_plain_models_are_merged(data, tmp_path):
+    base = fit(data, tmp_path / "base", max_steps=2, **BUILT_IN)
+    adapted = fit(data, tmp_path / "run", init_from=str(base), use_lora=True, lora_rank=2, dropout_rate=0.1, **BUILT_IN)
     merge_run(f"{adapted}@1,8", tmp_path / "merged")
     models = [weights_of(adapted, step=step).merge_adapters().params for step in (1, 8)]
     merged = weights_of(tmp_path / "merged")

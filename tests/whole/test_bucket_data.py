@@ -1,7 +1,6 @@
 """Commands that read data in a bucket: the real command line against a real server."""
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ from buckets import put, replace_object
 from commands import losses, rows, run, start, wait_for
 from reader import ROOT, blocks
 
+from roxxel_dist.cli import main
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.format import HEADER_BYTES
 from roxxel_dist.run.curriculum import describe_batch
@@ -31,6 +31,8 @@ eval_every: 6
 eval_iters: 1
 checkpoint_every: 6
 """
+SMALL = "model: runs:build\nn_devices: 1\n"
+"""For who looks at the data: a model that compiles soon."""
 
 
 @pytest.fixture(scope="module")
@@ -55,31 +57,42 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "xdg" / "roxxel-dist"
 
 
-def test_a_run_of_data_in_a_bucket(server, folders, cache, tmp_path):
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """`roxxel-dist WORDS` in this process, and in a folder of its own: its code, and both streams."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        capsys.readouterr()
+        return main([*map(str, words)]), *capsys.readouterr()
+
+    return run
+
+
+def test_a_run_of_data_in_a_bucket(server, folders, cache, tmp_path, command):
     """Its losses are those of the local copy, started again in the middle too; other commands read it as well."""
     urls = {name: put(server, folders / name, f"cli/{name}") for name in ("self", "more")}
     here = {name: str(folders / name) for name in urls}
     for name, paths in (("bucket", urls), ("local", here)):
-        (tmp_path / f"{name}.yaml").write_text(CONFIG.format(**paths))
+        (tmp_path / f"{name}.yaml").write_text(CONFIG.format(**paths) + SMALL)
         more = ["--max_steps", 6] if name == "bucket" else []
-        done = run("train", "--config", f"{name}.yaml", "--run_dir", name, *more, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    done = run("train", "--run_dir", "bucket", "--resume", "--max_steps", 12, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+        code, _, error = command("train", "--config", f"{name}.yaml", "--run_dir", name, *more)
+        assert code == 0, error
+    code, _, error = command("train", "--run_dir", "bucket", "--resume", "--max_steps", 12)
+    assert code == 0, error
     assert losses(tmp_path / "bucket") == losses(tmp_path / "local")
     assert list(cache.glob("chunks/*/*"))
     text = (tmp_path / "bucket" / "config.yaml").read_text()
     assert f"self: {urls['self']}" in text
     assert server.secret_key not in text
-    told = [run("batch", name, "--step", 9, cwd=tmp_path).stdout for name in ("bucket", "local")]
+    told = [command("batch", name, "--step", 9)[1] for name in ("bucket", "local")]
     assert told[0] == told[1]
     assert "row 3: " in told[0]
-    described = [run("data", "info", path, cwd=tmp_path).stdout for path in (urls["self"], here["self"])]
-    assert re.findall("fingerprint.*", described[0]) == re.findall("fingerprint.*", described[1])
-    done = run("data", "verify", urls["self"], cwd=tmp_path)
-    assert (done.returncode, done.stdout.strip()[-8:]) == (0, "complete")
-    done = run("data", "index", urls["self"], cwd=tmp_path)
-    assert done.stdout == f"index: {urls['self']}/shards.index\n"
+    described = [command("data", "info", path)[1] for path in (urls["self"], here["self"])]
+    assert re.findall("fingerprint.+", described[0]) == re.findall("fingerprint.+", described[1]) != []
+    code, said, _ = command("data", "verify", urls["self"])
+    assert (code, said.strip()[-8:]) == (0, "complete")
+    assert command("data", "index", urls["self"])[1] == f"index: {urls['self']}/shards.index\n"
 
 
 @pytest.mark.long
@@ -105,7 +118,7 @@ def blocks_read(config, step):
     return set(places), places[-1] if begins else None
 
 
-def test_damage_ends_the_run_with_1(server, folders, cache, tmp_path):
+def test_damage_ends_the_run_with_1(server, folders, cache, tmp_path, command):
     """At the step that reads it, and no earlier: nothing of it is logged, nor of later ones."""
     shutil.copytree(folders, tmp_path, dirs_exist_ok=True)
     url, config = put(server, folders / "self", "damaged"), tmp_path / "local.yaml"
@@ -122,17 +135,17 @@ def test_damage_ends_the_run_with_1(server, folders, cache, tmp_path):
     data = bytearray(path.read_bytes())
     data[HEADER_BYTES + 4096 * first[1] + 77] ^= 1
     replace_object(url, path.name, bytes(data))
-    (tmp_path / "c.yaml").write_text(CONFIG.format(self=url, more="more"))
-    done = run("train", "--config", "c.yaml", "--run_dir", "run", cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
+    (tmp_path / "c.yaml").write_text(CONFIG.format(self=url, more="more") + SMALL)
+    code, _, error = command("train", "--config", "c.yaml", "--run_dir", "run")
+    assert code == 1, error
     named = rf"roxxel-dist: .*{url}/{path.name}: block {first[1]} \(tokens .*document.*\) is damaged"
-    assert re.search(named, done.stderr), done.stderr
+    assert re.search(named, error), error
     logged = list(rows(tmp_path / "run"))
     assert logged == list(range(1, len(logged) + 1))
     assert len(logged) in (step - 2, step - 1)  # the numbers of the step before it may be on the device still
-    done = run("verify", url, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "1 of " in done.stdout
+    code, said, _ = command("verify", url)
+    assert code == 1
+    assert "1 of " in said
 
 
 @pytest.mark.long
@@ -173,20 +186,17 @@ def test_the_page(server, cache, tmp_path):
     ("path", "what"),
     [("s3://bucket/nothing", "no .rox object there"), ("s3://other-bucket/x", "there is no bucket 'other-bucket'")],
 )
-def test_what_is_not_there_is_a_mistake(server, cache, tmp_path, path, what):
-    done = run("data", "info", path, cwd=tmp_path)
-    assert done.returncode == 2
-    assert what in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_what_is_not_there_is_a_mistake(server, cache, command, path, what):
+    code, _, error = command("data", "info", path)
+    assert code == 2
+    assert what in error
+    assert len(error.splitlines()) == 1
 
 
-def test_wrong_credentials(server, folders, cache, tmp_path):
+def test_wrong_credentials(server, folders, cache, command, monkeypatch):
     url = put(server, folders / "more", "closed")
-    done = run("data", "info", url, cwd=tmp_path, AWS_SECRET_ACCESS_KEY="wrong", **_without(os.environ))
-    assert done.returncode == 2
-    assert "secret key" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-def _without(environ):
-    return {name: value for name, value in environ.items() if name in ("AWS_REGION",)}
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    code, _, error = command("data", "info", url)
+    assert code == 2
+    assert "secret key" in error
+    assert len(error.splitlines()) == 1

@@ -2,23 +2,25 @@
 
 import json
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+import runs
+import warm
 from commands import environment
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
 
 TINY = {
-    "dim": 16, "num_blocks": 1, "max_context": 16, "n_devices": 1, "eval_iters": 1, "tokenizer_type": "byte",
+    "model": "runs:build", "dim": 16, "max_context": 16, "n_devices": 1, "eval_iters": 1, "tokenizer_type": "byte",
     "phases": [{"steps": 4, "batch_size": 8, "seq_len": 17}], "log_every": 1, "checkpoint_every": 2, "sample": "off",
 }  # fmt: skip
 PATIENT = """
 import json, sys
 from roxxel_dist.cli import main
 from roxxel_dist.train.log.base import LogQueue
+sys.path.append(sys.argv[2])
 LogQueue.close.__defaults__ = (240.0,)
 sys.exit(main(json.loads(sys.argv[1])))
 """
@@ -36,8 +38,8 @@ def work(tmp_path_factory):
     limits = {"WANDB_INIT_TIMEOUT": "120", "WANDB_FINISH_TIMEOUT": "120", "WANDB__SERVICE_WAIT": "120"}
     words = ("--run_dir", "runs/one", "--resume", "--name", "renamed", "--max_steps", "4", "--wandb", "offline")
     # A process of its own: W&B's client leaves the address of its service in the environment.
-    program = [sys.executable, "-c", PATIENT, json.dumps(["train", *words])]
-    done = subprocess.run(program, cwd=folder, env=environment(**limits), capture_output=True, text=True)
+    given = [json.dumps(["train", *words]), str(Path(runs.__file__).parent)]
+    done = warm.run(given, folder, environment(**limits), source=PATIENT)
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
     assert "W&B is off" not in said, said

@@ -13,7 +13,7 @@ from commands import TINY, losses, make_corpus, rows, run
 from flax import nnx
 
 from roxxel_dist import Config, Experiment, Transformer, load_run
-from roxxel_dist.cli import main
+from roxxel_dist.cli import main, report
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.model.user_code import import_function
 from roxxel_dist.process.exit_codes import UserError
@@ -96,7 +96,8 @@ def test_two_processes_train_it_and_resume_to_the_bit(work):
     assert losses(work / "cut") == losses(work / "two")
 
 
-def test_it_is_evaluated(here, capsys):
+def test_it_is_evaluated(here, capsys, monkeypatch):
+    monkeypatch.setattr(report, "draw", lambda *_: [])
     assert main(["eval", "whole", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["difference"], found["val_accuracy"]) == (0, rows(here / "whole")[6]["val_accuracy"])

@@ -1,18 +1,22 @@
 """Asking a job of several processes for a checkpoint: the same steps on all ranks."""
 
 import json
-import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
-from commands import run, start, wait_for
+import warm
+from commands import environment, wait_for
+from servers import free_port
 
+from roxxel_dist.cli import main
 from roxxel_dist.place.run_place import ask_for_checkpoint
 from roxxel_dist.process.durable import SAVE_FOLDER
 
-LOOP = os.path.join(os.path.dirname(__file__), "save_loop.py")
+LOOP = (Path(__file__).parent / "save_loop.py").read_text()
 
 
 @pytest.fixture
@@ -26,19 +30,22 @@ def folder(tmp_path):
 
 @pytest.fixture
 def job(folder):
-    """Starts `job(processes)` under the launcher; ends it, if it still runs."""
+    """Starts `job(processes)`, without a launcher, and returns the ranks; ends them, if they still run."""
     started = []
 
     def begin(processes):
-        words = ["--nprocs", processes, "--devices-per-proc", 1, "--", "python", LOOP, folder]
-        started.append(start("launch", "local", *words, cwd=folder.parent))
+        job = {"COORDINATOR": f"127.0.0.1:{free_port()}", "NUM_PROCESSES": processes, "LOCAL_DEVICES": 1}
+        for rank in range(processes):
+            env = environment(**{f"ROXXEL_{name}": str(value) for name, value in (job | {"PROCESS_ID": rank}).items()})
+            with (folder.parent / "started.log").open("a") as log:
+                started.append(warm.start(LOOP, [folder], folder.parent, env, [log, log]))
         wait_for(lambda: all((folder / f"pid-{rank}").exists() for rank in range(processes)), what="all ranks")
-        return started[-1]
+        return started
 
     yield begin
-    for launcher in started:
-        launcher.kill()
-        launcher.wait()
+    for rank in started:
+        with suppress(ProcessLookupError):
+            rank.kill()
 
 
 def seen(folder, processes):
@@ -49,22 +56,22 @@ def log(folder):
     return (folder.parent / "started.log").read_text()
 
 
-def test_all_ranks_save_the_steps_that_were_asked_for(folder, job):
-    launcher = job(2)
+def test_all_ranks_save_the_steps_that_were_asked_for(folder, job, capsys):
+    ranks = job(2)
 
     def ask(_):
-        time.sleep(random.uniform(0, 2))
+        time.sleep(random.uniform(0, 1))
         return ask_for_checkpoint(folder, 60)
 
     with ThreadPoolExecutor(12) as people:
         answers = list(people.map(ask, range(12)))
-    said = run("save", folder, cwd=folder.parent)
+    assert main(["save", str(folder)]) == 0
     (folder / "stop").touch()
-    assert launcher.wait(60) == 0, log(folder)
+    assert [rank.wait(60) for rank in ranks] == [0, 0], log(folder)
     first, second = seen(folder, 2)
     assert first == second
     assert sorted(set(first)) == first, "a step was saved twice"
-    assert said.stdout == f"saved: step {first[-1]}\n", said.stderr
+    assert capsys.readouterr().out == f"saved: step {first[-1]}\n"
     assert {*answers} <= {*first}
     assert len(first) > 1, "all at once: nothing was tried"
     assert not (folder / SAVE_FOLDER).exists()

@@ -3,11 +3,13 @@
 import os
 import random
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from commands import gone, launched, losses, make_corpus, ranks_of, rows, run, start, wait_for
+from servers import free_port
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.run.components import build_components
@@ -17,28 +19,51 @@ pytestmark = pytest.mark.xdist_group("training")  # one worker: the undisturbed 
 LONG = pytest.mark.long
 TOPOLOGIES = [(1, 4), (2, 2), (4, 1)]
 STEPS = 42
+SUPPORT = str(Path(__file__).parents[2] / "support")
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """A folder with a corpus, and the undisturbed run on 4 devices of one process in `whole`."""
-    folder = tmp_path_factory.mktemp("work")
+def prepare(folder, **fields):
+    """A corpus, and the config that all train with."""
     make_corpus(folder)
     config = folder / "tiny.yaml"
     # Enough steps that a request to stop comes before the last one, and two phases of one program.
     phases = [{"steps": steps, "batch_size": 8, "seq_len": 33} for steps in (12, 30)]
     rarely = {"checkpoint_every": 10, "eval_every": 14}
     small = yaml.safe_load(config.read_text()) | {"num_blocks": 1, "phases": phases, "sample": "off"} | rarely
-    config.write_text(yaml.safe_dump(small))
+    config.write_text(yaml.safe_dump(small | fields))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with a corpus, and the undisturbed run on 4 devices of one process in `whole`."""
+    folder = tmp_path_factory.mktemp("work")
+    prepare(folder)
     result = run(*launched(1, 4, "whole"), cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 
+def trained_alone(folder, *words):
+    """Train as the one rank of a job, with 4 devices: its devices reduce as those of several ranks do."""
+    job = {"COORDINATOR": f"127.0.0.1:{free_port()}", "NUM_PROCESSES": "1", "PROCESS_ID": "0", "LOCAL_DEVICES": "4"}
+    result = run("train", *words, cwd=folder, **{f"ROXXEL_{name}": value for name, value in job.items()})
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Such a folder for a model that compiles soon, and no launcher for the undisturbed run."""
+    folder = tmp_path_factory.mktemp("small")
+    prepare(folder, model="bigram:build")
+    (folder / "bigram.py").write_text(f"import sys\nsys.path.append({SUPPORT!r})\nfrom runs import build as build\n")
+    trained_alone(folder, "--config", "tiny.yaml", "--data_path", "data", "--run_dir", "whole")
+    return folder
+
+
 @pytest.mark.timeout(900)  # three trainings, one after the other, on a machine that may be busy
-def test_killed_stopped_and_forked_on_other_processes_it_is_the_same_run(work):
+def test_killed_stopped_and_forked_on_other_processes_it_is_the_same_run(small):
     """On 2 processes kill -9 of a rank, after which the launcher starts again, and Ctrl-C; then a fork on one."""
-    torn, told = work / "torn", work / "started.log"
+    work, torn, told = small, small / "torn", small / "started.log"
     launcher = start(*launched(2, 2, "torn", restarts=1), cwd=work)
     try:
         wait_for(lambda: max(rows(torn), default=0) >= 2, what="step 2")
@@ -57,9 +82,7 @@ def test_killed_stopped_and_forked_on_other_processes_it_is_the_same_run(work):
     saved = max(int(path.name) for path in (torn / "checkpoints").iterdir())
     for rank in (0, 1):
         assert f"rank {rank} of 2: 2 of 4 cpu devices" in (torn / "logs" / f"rank-{rank}.log").read_text()
-    words = ["launch", "local", "--nprocs", 1, "--devices-per-proc", 4, "--", "train", "--fork", f"torn@{saved}"]
-    forked = run(*words, "--run_dir", "forked", cwd=work)
-    assert forked.returncode == 0, forked.stdout + forked.stderr
+    trained_alone(work, "--fork", f"torn@{saved}", "--run_dir", "forked")
     assert min(losses(work / "forked")) == saved + 1
     assert losses(torn) | losses(work / "forked") == losses(work / "whole")
     assert len(losses(work / "whole")) == STEPS
@@ -182,8 +205,8 @@ def test_a_finished_run_says_so(work):
     assert (work / "whole" / "metrics.jsonl").read_bytes() == before
 
 
-def test_what_a_run_leaves(work):
-    whole = work / "whole"
+def test_what_a_run_leaves(small):
+    whole = small / "whole"
     names = {path.name for path in whole.iterdir()}
     assert {"config.yaml", "tokenizer.json", "model_summary.json", "training_log.csv", "metrics.jsonl"} <= names
     assert (whole / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
