@@ -3,8 +3,14 @@
 import json
 
 import pytest
+from flax import nnx
+from layouts.planted import drawn_in_parts, sound
 
+from roxxel_dist import Config
 from roxxel_dist.cli import main
+from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
+from roxxel_dist.layouts import own_code
+from roxxel_dist.layouts.layout import Layout, reference_layout
 from roxxel_dist.process.exit_codes import UserError
 from roxxel_dist.train.step import state
 
@@ -96,3 +102,14 @@ def test_the_command(tokens, capsys, monkeypatch, flags, code):
     named = {each["what"]: each["meaning"] for each in result["differences"]}
     assert list(named) == (["random stream noise.noise.key"] if code else [])
     assert all("depend on the layout: the loss with them is" in meaning for meaning in named.values())
+
+
+@pytest.mark.parametrize(("model", "made"), [(sound, 0), (drawn_in_parts, 2)])
+def test_the_initial_weights_are_computed_only_where_the_code_asks_for_the_devices(monkeypatch, model, made):
+    mesh, computed = make_mesh(4), []
+    monkeypatch.setattr(own_code, "_values", lambda build, layout: computed.append(layout) or {})
+    single = reference_layout(mesh, batch_sharding(mesh), "rows")
+    rows = Layout(name="rows", text="rows over 4 devices", mesh=mesh, sharding=batch_sharding(mesh))
+    check = own_code.InitialCheck(lambda: model.build(Config(dim=32, vocab_size=40), nnx.Rngs(0)), single)
+    assert check.differences(rows, []) == []
+    assert len(computed) == made
