@@ -52,7 +52,7 @@ def run(tmp_path_factory):
     """A run of the small config on a text, beside that text."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
-    Experiment(Config(**SMALL | OWN, tokenizer_type="byte")).fit(folder / "text.txt", folder / "run")
+    Experiment(Config(**SMALL, tokenizer_type="byte")).fit(folder / "text.txt", folder / "run")
     return folder / "run"
 
 
@@ -74,7 +74,7 @@ def real_state(config, data):
 
 
 def test_it_is_what_the_run_is(run):
-    found = estimate(Config(**SMALL | OWN, tokenizer_type="byte"), run / "data", EstimateRequest())
+    found = estimate(Config(**SMALL, tokenizer_type="byte"), run / "data", EstimateRequest())
     summary, logged = json.loads((run / "model_summary.json").read_text()), rows(run)
     assert found.parameters == sum(found.parts.values()) == summary["parameters"]
     assert (found.steps, found.tokens) == (logged[-1]["step"], logged[-1]["tokens"]) == (7, 7 * 8 * 17)
@@ -94,7 +94,7 @@ def test_it_is_what_the_run_is(run):
 
 
 def test_a_text_has_the_tokens_that_training_makes_of_it(run):
-    found = estimate(Config(**SMALL | OWN, tokenizer_type="byte"), run.parent / "text.txt", EstimateRequest())
+    found = estimate(Config(**SMALL, tokenizer_type="byte"), run.parent / "text.txt", EstimateRequest())
     assert found.datasets["self"]["tokens"] % 17, "no whole number of windows"
     counts = f"{found.datasets['self']['tokens']:,} tokens to train on, {found.validation['']:,} held out"
     assert counts in (run / "logs" / "rank-0.log").read_text()
@@ -107,7 +107,7 @@ def test_a_run_is_planned_with_its_data_and_speed(run):
     assert found.seconds == pytest.approx(found.predicted_tokens / measured)
     assert sum(phase.seconds for phase in found.phases) == pytest.approx(found.seconds)
     assert str(run) in found.speed
-    given = estimate(Config(**ONE | OWN, tokenizer_type="byte"), None, EstimateRequest(run=run, tokens_per_s=100.0))
+    given = estimate(Config(**ONE, tokenizer_type="byte"), None, EstimateRequest(run=run, tokens_per_s=100.0))
     assert given.seconds == given.predicted_tokens / 100
     assert given.predicted_tokens * 17 == given.tokens * 16
     assert "at 100 tokens/s (given)" in table(given)
@@ -116,7 +116,7 @@ def test_a_run_is_planned_with_its_data_and_speed(run):
 @pytest.mark.long
 def test_an_amended_run_keeps_its_plan(run, tmp_path):
     phases = [*SMALL["phases"], {"steps": 2, "batch_size": 8, "seq_len": 9}]
-    config = Config(**{**SMALL, **OWN, "phases": phases}, tokenizer_type="byte")
+    config = Config(**{**SMALL, "phases": phases}, tokenizer_type="byte")
     new = Experiment(config).fit(None, tmp_path / "fork", fork=f"{run}@7")
     found = estimate(Config.from_yaml(new / "config.yaml"), None, EstimateRequest(run=new))
     assert "step 8: amended" in found.description
