@@ -64,8 +64,9 @@ def end_at_once(worker):
         os._exit(0)
 
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    atexit.register(end_at_once, os.getpid())  # what is registered behind it is done before
+# What was registered before it is not done: so coverage saves its numbers, where it began with the process.
+if "PYTEST_XDIST_WORKER" in os.environ and "coverage" not in sys.modules:
+    atexit.register(end_at_once, os.getpid())
 
 
 class ByFile(LoadGroupScheduling):
