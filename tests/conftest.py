@@ -64,7 +64,7 @@ def end_at_once(worker):
         os._exit(0)
 
 
-# What was registered before it is not done: so coverage saves its numbers, where it began with the process.
+# Handlers that were registered before this one are not called: coverage that began with the process saves by one.
 if "PYTEST_XDIST_WORKER" in os.environ and "coverage" not in sys.modules:
     atexit.register(end_at_once, os.getpid())
 

@@ -94,8 +94,10 @@ KINDS = (ast.AnnAssign, ast.Call, ast.ClassDef, ast.Constant, ast.Expr, ast.Func
 def parsed(path):
     """The nodes of a module, of the kinds that are asked for here."""
     gc.disable()  # there is no garbage in a tree: to look for it takes half as long as to make it
-    tree = ast.parse(path.read_text())
-    gc.enable()
+    try:
+        tree = ast.parse(path.read_text())
+    finally:
+        gc.enable()
     return [node for node in ast.walk(tree) if isinstance(node, KINDS)]
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 from flax import nnx
 from layouts.planted import drawn_in_parts, sound
@@ -104,12 +105,17 @@ def test_the_command(tokens, capsys, monkeypatch, flags, code):
     assert all("depend on the layout: the loss with them is" in meaning for meaning in named.values())
 
 
-@pytest.mark.parametrize(("model", "made"), [(sound, 0), (drawn_in_parts, 2)])
-def test_the_initial_weights_are_computed_only_where_the_code_asks_for_the_devices(monkeypatch, model, made):
+@pytest.mark.parametrize(
+    ("model", "partitionable", "made"), [(sound, True, 0), (drawn_in_parts, True, 2), (sound, False, 2)]
+)
+def test_the_initial_weights_are_computed_only_where_they_may_depend_on_the_devices(
+    monkeypatch, model, partitionable, made
+):
     mesh, computed = make_mesh(4), []
     monkeypatch.setattr(own_code, "_values", lambda build, layout: computed.append(layout) or {})
     single = reference_layout(mesh, batch_sharding(mesh), "rows")
     rows = Layout(name="rows", text="rows over 4 devices", mesh=mesh, sharding=batch_sharding(mesh))
     check = own_code.InitialCheck(lambda: model.build(Config(dim=32, vocab_size=40), nnx.Rngs(0)), single)
-    assert check.differences(rows, []) == []
+    with jax.threefry_partitionable(partitionable):
+        assert check.differences(rows, []) == []
     assert len(computed) == made
